@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor mathematics of compressed sparse attention and its indexer: no modules, no configuration, usable alone."""
+
+from __future__ import annotations
+
+from kernels.backend import ALL_VISIBLE, Backend, BackendUnsupported, Geometry, IndexerStats, available_backends, get_backend
+from kernels.layout import PackedLayout
+
+__all__ = [
+    "ALL_VISIBLE",
+    "Backend",
+    "BackendUnsupported",
+    "Geometry",
+    "IndexerStats",
+    "PackedLayout",
+    "available_backends",
+    "get_backend",
+]

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a kernel backend offers, how one is chosen, and how a refusal reads.
+
+Legend: T tokens in the row, C compressed entries of the row, H heads, D head dim, HI/DI index heads / index head dim, K top-k, W window, m ratio.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kernels.layout import PackedLayout
+
+Teacher = Literal["full_csa", "compressed_only"]
+TEACHERS: tuple[str, ...] = ("full_csa", "compressed_only")
+
+
+class AllVisible(enum.Enum):
+    """Type of the marker ALL_VISIBLE."""
+
+    ALL_VISIBLE = "all visible entries"
+
+
+ALL_VISIBLE = AllVisible.ALL_VISIBLE  # in place of ids: every entry that the query may see
+Selection = Tensor | AllVisible
+
+
+class BackendUnsupported(RuntimeError):
+    """A backend cannot honour a request. Nothing falls back silently; the message says what is missing and what would work."""
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(f"{reason}. What would work: {remedy}")
+        self.reason = reason
+        self.remedy = remedy
+
+    def __reduce__(self) -> tuple[type[BackendUnsupported], tuple[str, str]]:
+        return type(self), (self.reason, self.remedy)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """All that a model asks of a backend, known when the model is built.
+
+    `ratios` holds the compression ratio of every attention layer (0 = window only). `topk` None: nothing is selected, every visible entry is
+    read. `index_heads` None: no indexer. `teacher` None: no indexer loss. `support` names the set the loss runs over.
+    """
+
+    heads: int
+    head_dim: int
+    window: int
+    ratios: tuple[int, ...] = (0,)
+    topk: int | None = None
+    index_heads: int | None = None
+    index_head_dim: int | None = None
+    dtype: torch.dtype = torch.float32
+    device_type: str = "cpu"
+    needs_grad: bool = True
+    teacher: Teacher | None = None
+    support: Literal["sparse", "dense"] = "sparse"
+    max_tokens: int | None = None
+
+
+@dataclass
+class IndexerStats:
+    """What logging reads: kl_sum [] (summed over rows) and rows int64 []. Right after the backward at the latest, in every backend."""
+
+    kl_sum: Tensor
+    rows: Tensor
+
+
+class Backend(ABC):
+    """The operations of one CSA layer. Gradients: select none; attend to q, both kv and the sink; indexer_loss to index_* only."""
+
+    name: str
+
+    @abstractmethod
+    def require(self, geometry: Geometry) -> None:
+        """Raise BackendUnsupported unless everything in `geometry` can be honoured."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, str]:
+        """op -> implementation and version."""
+
+    @abstractmethod
+    def select(self, index_q: Tensor, index_k: Tensor, index_w: Tensor, layout: PackedLayout, ratio: int, topk: int) -> Tensor:
+        """The `topk` visible entries of the highest index score, per query. No gradient.
+
+        Score of query t and entry j: sum over index heads of index_w[t, h] * relu(index_q[t, h] . index_k[j]).
+
+        Args:
+            index_q: [T, HI, DI]; index_k: [C, DI]; index_w: [T, HI], all scales included.
+            topk: K; may exceed C.
+
+        Returns:
+            int32 [T, K]: ids into the C entries of the row, ascending, then -1. Ties go to the lower id.
+        """
+
+    @abstractmethod
+    def attend(
+        self,
+        q: Tensor,
+        window_kv: Tensor,
+        compressed_kv: Tensor | None,
+        selected: Selection | None,
+        sink: Tensor,
+        layout: PackedLayout,
+        ratio: int,
+        window: int,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """One softmax over sink, window and selected entries; keys are the values.
+
+        Args:
+            q: [T, H, D]; window_kv: [T, D]; compressed_kv: [C, D], or None for no compressed keys (`ratio` is then ignored).
+            selected: int32 [T, K] in any order with holes (ids that are negative, >= C or invisible are invalid; duplicates undefined),
+                ALL_VISIBLE, or None for no entry.
+            sink: fp32 [H] (float64 allowed with float64 q), a logit after scaling; +-inf is legal.
+
+        Returns:
+            out [T, H, D] in the dtype of q, 0 where a row has no valid key; lse [T, H] in fp32 (float64 for float64), natural log over the keys
+            without the sink, -inf for an empty row, no gradient.
+        """
+
+    @abstractmethod
+    def indexer_loss(
+        self,
+        index_q: Tensor,
+        index_k: Tensor,
+        index_w: Tensor,
+        support: Selection,
+        q: Tensor,
+        window_kv: Tensor,
+        compressed_kv: Tensor,
+        sink: Tensor,
+        lse: Tensor | None,
+        layout: PackedLayout,
+        ratio: int,
+        window: int,
+        scale: float,
+        teacher: Teacher = "full_csa",
+        head_group: object | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """KL(teacher || softmax of the index scores) over the support, summed over rows. Gradient to index_q, index_k, index_w only.
+
+        Args:
+            support: int32 [T, K] or ALL_VISIBLE: the entries that teacher and student are distributions over.
+            lse: [T, H] of the attention over the SAME support, or None to recompute it.
+            teacher: "full_csa" (the probabilities of the real attention) or "compressed_only" (a softmax over the support per head).
+            head_group: process group of sharded heads; other than None raises BackendUnsupported.
+
+        Returns:
+            kl_sum [] fp32 (float64 for float64), with a grad_fn whenever an index_* needs gradient; rows int64 []: real rows with at least one
+            visible entry, whatever the support holds.
+        """
+
+    def attend_with_indexer_loss(
+        self,
+        index_q: Tensor,
+        index_k: Tensor,
+        index_w: Tensor,
+        selected: Selection,
+        q: Tensor,
+        window_kv: Tensor,
+        compressed_kv: Tensor,
+        sink: Tensor,
+        layout: PackedLayout,
+        ratio: int,
+        window: int,
+        scale: float,
+        teacher: Teacher = "full_csa",
+        head_group: object | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, IndexerStats]:
+        """attend and indexer_loss over the same ids, as a training step calls them: out, lse, kl_sum, stats.
+
+        A backend may do both as one function whose kl_sum is 0 in the forward; stats holds the right values after the backward at the latest.
+        """
+        out, lse = self.attend(q, window_kv, compressed_kv, selected, sink, layout, ratio, window, scale)
+        kl_sum, rows = self.indexer_loss(
+            index_q, index_k, index_w, selected, q, window_kv, compressed_kv, sink, lse, layout, ratio, window, scale, teacher, head_group
+        )
+        return out, lse, kl_sum, IndexerStats(kl_sum.detach(), rows)
+
+
+_REGISTRY = {
+    "unfused": ("kernels.unfused", "UnfusedBackend"),
+    "triton": ("kernels.triton_fused", "TritonBackend"),
+    "flashmla": ("kernels.flashmla", "FlashMLABackend"),
+}
+
+
+def available_backends() -> tuple[str, ...]:
+    """Names that get_backend knows; whether one runs on this machine is what require() tells."""
+    return tuple(_REGISTRY)
+
+
+def get_backend(name: str) -> Backend:
+    """The backend of this name, imported only now.
+
+    Raises:
+        ValueError: unknown name; the message lists the names.
+        BackendUnsupported: a package that the backend is built on is missing.
+    """
+    if name not in _REGISTRY:
+        raise ValueError(f"unknown backend {name!r}; legal: {', '.join(available_backends())}")
+    module_name, class_name = _REGISTRY[name]
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = [f"the Python package {error.name!r} is not installed"]
+        if not torch.cuda.is_available():
+            missing.append("no NVIDIA GPU is visible")
+        remedy = "backend=unfused, which runs anywhere" + (", or backend=triton on an NVIDIA GPU" if name == "flashmla" else "")
+        raise BackendUnsupported(f"backend {name!r} cannot be loaded: {' and '.join(missing)}", remedy) from error
+    backend: Backend = getattr(module, class_name)()
+    return backend

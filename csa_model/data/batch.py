@@ -59,16 +59,17 @@ class PackedBatch:
             tokens=self.tokens.to(device, non_blocking=non_blocking),
             targets=self.targets.to(device, non_blocking=non_blocking),
             mtp_targets=self.mtp_targets.to(device, non_blocking=non_blocking),
-            layout=self.layout.to(device),
+            layout=self.layout.to(device, non_blocking),
             distance=None if self.distance is None else self.distance.to(device, non_blocking=non_blocking),
         )
 
     def pin_memory(self) -> PackedBatch:
-        """The same batch with its token tensors in pinned memory (called by torch's DataLoader)."""
+        """The same batch with every tensor in page-locked host memory (called by torch's DataLoader)."""
         return replace(
             self,
             tokens=self.tokens.pin_memory(),
             targets=self.targets.pin_memory(),
             mtp_targets=self.mtp_targets.pin_memory(),
+            layout=self.layout.pin_memory(),
             distance=None if self.distance is None else self.distance.pin_memory(),
         )

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Manifold-constrained hyper-connections (arXiv 2512.24880): n residual streams, mixed by input-dependent maps around every sublayer.
+
+Legend: T tokens, n streams, d hidden. `streams` is [T, n, d]; maps are fp32 (float64 in a float64 model).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from csa_model.config import ModelConfig
+from csa_model.layers import at_least_fp32, linear_fp32
+
+FN_STD = 0.02
+
+
+class _Sinkhorn(torch.autograd.Function):
+    """Alternating row and column normalisation, differentiated through every iteration.
+
+    Works on [n, n, T], where each step is a few long vector operations. Kept for the backward are the result and the sums of each step, from which
+    the matrices in between are rebuilt: an n-th of what autograd would keep.
+    """
+
+    @staticmethod
+    def forward(ctx, start: Tensor, iterations: int, eps: float) -> Tensor:  # type: ignore[no-untyped-def]
+        matrix = start  # [n, n, T], rows already normalised by the softmax
+        sums = []
+        for step in range(2 * iterations - 1):
+            total = matrix.sum(step % 2, keepdim=True).add_(eps)
+            matrix = matrix / total
+            sums.append(total)
+        ctx.save_for_backward(matrix, *sums)
+        return matrix
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
+        matrix, *sums = ctx.saved_tensors
+        for step in range(len(sums) - 1, -1, -1):
+            grad = (grad - (grad * matrix).sum(step % 2, keepdim=True)).div_(sums[step])
+            matrix = matrix * sums[step]
+        return grad, None, None
+
+
+def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
+    """Nearly doubly stochastic matrices [n, n, T] from logits [n, n, T]: softmax over the second axis counts as the first row normalisation.
+
+    The last step normalises columns (the sum over the first axis), so those sums are exact to `eps` and row sums to the convergence of `iterations`.
+    """
+    return _Sinkhorn.apply(logits.softmax(dim=1) + eps, iterations, eps)
+
+
+def _mix(streams: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
+    """fn applied to the RMS-normalised flattened streams: [T, rows of fn]."""
+    flat = at_least_fp32(streams.flatten(1))
+    scale = torch.linalg.vector_norm(flat, dim=-1, keepdim=True).square().div(flat.shape[-1]).add(norm_eps).rsqrt()
+    return linear_fp32(flat, fn) * scale
+
+
+def _weighted_sum(weights: Tensor, streams: Tensor) -> Tensor:
+    """sum_i weights[:, i] * streams[:, i]: [T, d] in the dtype of `streams`, summed in fp32."""
+    with torch.autocast(streams.device.type, enabled=False):
+        return torch.bmm(weights[:, None], at_least_fp32(streams)).squeeze(1).to(streams.dtype)
+
+
+class HyperConnection(nn.Module):
+    """Maps around one sublayer: `collapse` reads its input from the streams, `expand` writes its output back and mixes the streams."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hc = config.hyper_connections
+        self.n, self.iterations, self.init_scale = hc.hc_mult, hc.hc_sinkhorn_iters, hc.init_scale
+        self.hc_eps, self.norm_eps = hc.hc_eps, config.rms_norm_eps
+        rows = self.n * (2 + self.n)  # n rows that read, n that write, n * n that mix (source stream major)
+        self.fn = nn.Parameter(torch.empty(rows, self.n * config.hidden_size))
+        self.scale = nn.Parameter(torch.empty(3))
+        self.base = nn.Parameter(torch.empty(rows))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.fn, std=FN_STD)
+        nn.init.constant_(self.scale, self.init_scale)
+        nn.init.zeros_(self.base)
+
+    def maps(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """read [T, n], write [T, n] and mix [n, n, T] (first axis: source stream)."""
+        mix, n = _mix(streams, self.fn, self.norm_eps), self.n
+        read = torch.sigmoid(mix[:, :n] * self.scale[0] + self.base[:n]) + self.hc_eps
+        write = 2 * torch.sigmoid(mix[:, n : 2 * n] * self.scale[1] + self.base[n : 2 * n])
+        logits = (mix[:, 2 * n :] * self.scale[2] + self.base[2 * n :]).t().unflatten(0, (n, n))
+        return read, write, sinkhorn(logits.contiguous(), self.iterations, self.hc_eps)
+
+    def collapse(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """streams [T, n, d] -> input of the sublayer [T, d], write [T, n], mix [n, n, T]."""
+        read, write, mix = self.maps(streams)
+        return _weighted_sum(read, streams), write, mix
+
+    def expand(self, streams: Tensor, y: Tensor, write: Tensor, mix: Tensor) -> Tensor:
+        """New streams: stream k receives write[k] * y and sum_j mix[j, k] * streams[j]."""
+        with torch.autocast(streams.device.type, enabled=False):
+            mixed = torch.bmm(mix.permute(2, 1, 0), at_least_fp32(streams))
+            return torch.addcmul(mixed, write[:, :, None], at_least_fp32(y)[:, None]).to(streams.dtype)
+
+
+class HyperHead(nn.Module):
+    """Collapses the streams before a final norm: streams [T, n, d] -> [T, d]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hc = config.hyper_connections
+        self.hc_eps, self.norm_eps, self.init_scale = hc.hc_eps, config.rms_norm_eps, hc.init_scale
+        self.fn = nn.Parameter(torch.empty(hc.hc_mult, hc.hc_mult * config.hidden_size))
+        self.scale = nn.Parameter(torch.empty(1))
+        self.base = nn.Parameter(torch.empty(hc.hc_mult))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.fn, std=FN_STD)
+        nn.init.constant_(self.scale, self.init_scale)
+        nn.init.zeros_(self.base)
+
+    def forward(self, streams: Tensor) -> Tensor:
+        weights = torch.sigmoid(_mix(streams, self.fn, self.norm_eps) * self.scale + self.base) + self.hc_eps
+        return _weighted_sum(weights, streams)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all layers of one forward share about the packed row: rotations per position and the windows that compressed entries are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from csa_model.config import ModelConfig
+from csa_model.rotary import RotaryTable, Rotation
+from kernels import PackedLayout
+
+
+@dataclass(frozen=True)
+class CompressedWindows:
+    """The windows of `ratio` tokens behind the C compressed entries of the row, in the order of `layout.compressed_cu_seqlens(ratio)`.
+
+    token_ids int64 [C * ratio]: rows of the packed row, window after window; starts_document bool [C]; position int64 [C]: of a window's first token.
+    """
+
+    ratio: int
+    token_ids: Tensor
+    starts_document: Tensor
+    position: Tensor
+
+    @classmethod
+    def of(cls, layout: PackedLayout, ratio: int) -> CompressedWindows:
+        """Windows are anchored at the start of each document; the tail of a document (fewer than `ratio` tokens) forms none."""
+        ends, cu_seqlens = layout.compressed_cu_seqlens(ratio).long(), layout.cu_seqlens.long()
+        entries = torch.arange(layout.num_compressed(ratio), device=ends.device)
+        document = torch.searchsorted(ends[1:].contiguous(), entries, right=True)
+        position = (entries - ends[document]) * ratio
+        token_ids = (cu_seqlens[document] + position)[:, None] + torch.arange(ratio, device=ends.device)
+        return cls(ratio, token_ids.flatten(), position == 0, position)
+
+
+class RotaryTables:
+    """The two position encodings of a model: plain RoPE for window-only layers, another base with YaRN for every compressed layer."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.window = RotaryTable(config.qk_rope_head_dim, config.rope_theta, None)
+        self.compressed = RotaryTable(config.qk_rope_head_dim, config.compress_rope_theta, config.rope_scaling)
+
+    def of(self, ratio: int) -> RotaryTable:
+        return self.compressed if ratio else self.window
+
+
+class Row:
+    """One packed row during one forward. `position_offset` shifts every position, which must change nothing (a test uses it)."""
+
+    def __init__(self, layout: PackedLayout, tables: RotaryTables, ratios: set[int], dtype: torch.dtype, position_offset: int = 0) -> None:
+        self.layout = layout
+        positions = layout.position_of_token.long() + position_offset
+        self.is_real = layout.document_of_token >= 0
+        token_rotations = {kind: tables.of(kind)(positions, dtype) for kind in {bool(ratio) for ratio in ratios}}
+        self._token_rotation = {ratio: token_rotations[bool(ratio)] for ratio in ratios}
+        self._windows = {ratio: CompressedWindows.of(layout, ratio) for ratio in ratios if ratio}
+        self._entry_rotation = {ratio: tables.of(ratio)(windows.position + position_offset, dtype) for ratio, windows in self._windows.items()}
+
+    def token_rotation(self, ratio: int) -> Rotation:
+        """Rotation of every token in a layer of this ratio."""
+        return self._token_rotation[ratio]
+
+    def entry_rotation(self, ratio: int) -> Rotation:
+        """Rotation of every compressed entry: that of the first token of its window."""
+        return self._entry_rotation[ratio]
+
+    def windows(self, ratio: int) -> CompressedWindows:
+        return self._windows[ratio]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The typed configuration of a run.
 
-Hydra composes YAML; `from_mapping` turns the resolved result into these dataclasses, refuses unknown keys at any depth and checks every value and
-every combination before any work starts. Field names are those of the public DeepSeek-V4 configurations where such a name exists.
+Hydra composes YAML; `from_mapping` turns the resolved result into these dataclasses and refuses unknown keys at any depth and values of the wrong
+type. `csa_model.config_checks.check` then refuses values and combinations that cannot work, before any work starts. Field names are those of the public DeepSeek-V4 configurations where such a name exists.
 """
 
 from __future__ import annotations
@@ -225,6 +225,7 @@ class ExperimentConfig:
     task: str = "csa"
     seed: int = 1
     data_seed: int | None = None  # None: the same as seed
+    runs_dir: str = "runs"
     run_dir: str | None = None
     ckpt_path: str | None = None
     init_from: str | None = None

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a person sees of a run: an info block, one line of progress, a table at the end, and errors as one message."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import lightning as L
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from csa_model.config import ConfigError
+from kernels import BackendUnsupported
+
+READABLE = (ConfigError, BackendUnsupported, HydraException, OmegaConfBaseException)
+
+# Known and harmless here, each for the reason given; anything else stays visible.
+HARMLESS_WARNINGS = (
+    r".*does not have many workers.*",  # rows are packed from a memory map, faster than any worker starts
+    r".*`isinstance\(treespec, LeafSpec\)` is deprecated.*",  # torch's own, from inside Lightning
+    r".*Checkpoint directory .* exists and is not empty.*",  # a run that is continued in place
+    r".*The number of training batches \(\d+\) is smaller than the logging interval.*",  # short trial runs
+    r".*ModelCheckpoint\(save_last=True, save_top_k=.*",
+    r".*The `srun` command is available on your system but is not used.*",  # started by hand on a cluster's login node
+)
+
+
+def quiet() -> None:
+    """Silence Lightning's banners and the known harmless warnings."""
+    for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for message in HARMLESS_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+
+
+def message_of(error: BaseException) -> str:
+    """One readable message of an error of the kinds that a user can mend."""
+    text = str(error)
+    if isinstance(error, HydraException) and error.__cause__ is not None and str(error.__cause__) not in text:
+        text += "\n" + str(error.__cause__).splitlines()[0]
+    lines = [line for line in text.splitlines() if line.strip() and not line.strip().startswith(("full_key:", "object_type="))]
+    return "\n".join(lines)
+
+
+def report(error: BaseException) -> None:
+    """Print an error once: what a user can mend as one message, anything else with its traceback."""
+    if getattr(error, "_reported", False):
+        return
+    error._reported = True  # type: ignore[attr-defined]
+    if isinstance(error, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+    elif isinstance(error, READABLE):
+        print(f"{type(error).__name__}: {message_of(error)}", file=sys.stderr)
+    else:
+        traceback.print_exception(error, file=sys.stderr)
+    sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def exit_on_error() -> Iterator[None]:
+    """Leave the program with status 1 (130 for Ctrl-C) and one message where an error comes through."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        report(error)
+        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def print_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
+    """A table of two columns on stdout."""
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for key, value in rows:
+        table.add_row(key, value)
+    Console(soft_wrap=False, width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A figure for a table, n/a where there is none."""
+    return "n/a" if value is None or value != value else f"{value:,.{digits}f}"
+
+
+class StepProgress(L.Callback):
+    """A bar over optimizer steps in a terminal; one line per `every` steps elsewhere (a file, a batch job)."""
+
+    COLUMNS = (("loss", "train/lm_loss", 3), ("val", "val/loss", 3), ("bits/byte", "val/bits_per_byte", 3), ("kl", "indexer/kl", 4))
+
+    def __init__(self, max_steps: int, every: int) -> None:
+        self.max_steps, self.every = max_steps, every
+        self._bar: Progress | None = None
+        self._task: Any = None
+        self._last = -1
+        self._started = 0.0
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._last, self._started = trainer.global_step, time.monotonic()
+        if trainer.is_global_zero and sys.stdout.isatty():
+            self._bar = Progress(
+                TextColumn("training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[metrics]}"),
+            )
+            self._task = self._bar.add_task("training", total=self.max_steps, completed=trainer.global_step, metrics="")
+            self._bar.start()
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        step = trainer.global_step
+        if not trainer.is_global_zero or step == self._last:  # inside an accumulation
+            return
+        self._last = step
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, metrics=self._metrics(trainer.callback_metrics))
+        elif step % self.every == 0 or step == self.max_steps:
+            print(f"step {step}/{self.max_steps}  {self._metrics(trainer.callback_metrics)}  {time.monotonic() - self._started:.0f} s", flush=True)
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._stop()
+
+    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _metrics(self, metrics: Mapping[str, Any]) -> str:
+        return "  ".join(f"{label} {float(metrics[key]):.{digits}f}" for label, key, digits in self.COLUMNS if key in metrics)

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the typed configuration to Lightning's Trainer and loggers, and the isolation of one job from the next."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import importlib.util
+import os
+import secrets
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.loggers.csv_logs import _ExperimentWriter
+from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.pytorch.loggers import CSVLogger, Logger
+
+from csa_model.config import ConfigError, ExperimentConfig, LoggerConfig
+from csa_model.resume import LAST
+from csa_model.run_dir import RunDirectory, open_run, plain, refuse
+
+RUN_FOLDER_OF_RANK_ZERO = "CSA_RUN_FOLDER"  # read by the processes that a data-parallel run starts, so that every rank writes to one folder
+DISTRIBUTED_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", RUN_FOLDER_OF_RANK_ZERO)
+
+
+class _MetricsWriter(_ExperimentWriter):
+    """Rows of metrics.csv. A continued run keeps the rows up to the step it resumes from; later ones are written anew."""
+
+    def __init__(self, log_dir: str, resume_step: int | None) -> None:
+        self._resume_step = resume_step
+        super().__init__(log_dir)
+
+    def _check_log_dir_exists(self) -> None:
+        file = Path(self.metrics_file_path)
+        if self._resume_step is None or not file.exists():
+            file.unlink(missing_ok=True)
+            return
+        with file.open(newline="") as handle:
+            reader = csv.DictReader(handle)
+            self.metrics_keys = list(reader.fieldnames or [])
+            rows = [row for row in reader if int(row["step"]) <= self._resume_step]
+        with file.open("w", newline="") as handle:
+            writer = csv.DictWriter(handle, fieldnames=self.metrics_keys)
+            writer.writeheader()
+            writer.writerows(rows)
+
+    def log_hparams(self, params: Any) -> None:
+        """The run folder has config.yaml."""
+
+
+class MetricsLogger(CSVLogger):
+    """Lightning's CSVLogger with metrics.csv directly in the run folder."""
+
+    def __init__(self, run: RunDirectory, resume_step: int | None) -> None:
+        super().__init__(save_dir=run.path, name="", version="", flush_logs_every_n_steps=1)
+        self._resume_step = resume_step
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        if self._experiment is None:
+            self._experiment = _MetricsWriter(self.log_dir, self._resume_step)  # type: ignore[assignment]
+        return self._experiment
+
+
+def check_logger(config: LoggerConfig) -> None:
+    """Raise ConfigError where the package of the logger is missing, or wandb would ask for an account."""
+    package = {"wandb": "wandb", "tensorboard": "tensorboard"}.get(config.name)
+    if package and importlib.util.find_spec(package) is None:
+        raise ConfigError(f"logger={config.name} needs the package {package}: pip install '.[{config.name}]', or take logger=csv")
+    if config.name == "wandb" and not config.offline and os.environ.get("WANDB_MODE", "online") not in ("offline", "disabled", "dryrun"):
+        import wandb
+
+        if wandb.api.api_key is None:
+            raise ConfigError("logger.offline=false needs a wandb account: set WANDB_API_KEY or run `wandb login`, or leave logger.offline=true")
+
+
+def build_loggers(config: ExperimentConfig, run: RunDirectory, resume_step: int | None) -> list[Logger]:
+    """metrics.csv always, and the chosen logger beside it."""
+    loggers: list[Logger] = [MetricsLogger(run, resume_step if run.continued else None)]
+    if config.logger.name == "tensorboard":
+        from lightning.pytorch.loggers import TensorBoardLogger
+
+        loggers.append(TensorBoardLogger(save_dir=run.path, name="", version="tensorboard", default_hp_metric=False))
+    if config.logger.name == "wandb":
+        loggers.append(_wandb_logger(config, run))
+    return loggers
+
+
+def _wandb_logger(config: ExperimentConfig, run: RunDirectory) -> Logger:
+    from lightning.pytorch.loggers import WandbLogger
+
+    os.environ.setdefault("WANDB_SILENT", "true")
+    if not run.wandb_id_file.exists():
+        run.wandb_id_file.write_text(secrets.token_hex(4) + "\n")
+    settings, identity = config.logger, run.wandb_id_file.read_text().strip()
+    return WandbLogger(
+        name=run.path.name,
+        save_dir=run.path,
+        id=identity,
+        version=identity,
+        resume="allow",
+        offline=settings.offline,
+        project=settings.project,
+        group=settings.group,
+        job_type=settings.job_type,
+        tags=list(settings.tags),
+        log_model=False,
+        config=plain(config),
+    )
+
+
+def is_first_process() -> bool:
+    """Whether this process is rank 0, judged before any process group exists, from what Lightning, torchrun or srun put into the environment."""
+    for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"):
+        if name in os.environ and (name != "SLURM_PROCID" or "SLURM_NTASKS" in os.environ):
+            return os.environ[name] == "0"
+    return True
+
+
+def open_run_on_every_rank(config: ExperimentConfig, resume: Path | None, job_folder: Path | None) -> RunDirectory:
+    """The run folder, made by rank 0. Processes that Lightning starts find it in the environment, those of torchrun or srun in run_dir."""
+    if not is_first_process():
+        return RunDirectory(Path(os.environ.get(RUN_FOLDER_OF_RANK_ZERO) or _shared_folder(config)))
+    run = open_run(config, resume, job_folder)
+    os.environ[RUN_FOLDER_OF_RANK_ZERO] = str(run.path)
+    return run
+
+
+def refuse_folder(config: ExperimentConfig, resume: Path | None) -> None:
+    """Raise ConfigError where the run folder of this config may not be written to; only rank 0 judges, the others may find it already begun."""
+    started_elsewhere = int(os.environ.get("WORLD_SIZE", "1")) > 1 and RUN_FOLDER_OF_RANK_ZERO not in os.environ
+    if started_elsewhere:
+        _shared_folder(config)
+    if is_first_process():
+        refuse(config, resume)
+
+
+def _shared_folder(config: ExperimentConfig) -> str:
+    if config.run_dir is None:
+        raise ConfigError("processes that torchrun or srun start cannot agree on a folder named by the time: give run_dir=PATH")
+    return str(Path(config.run_dir).expanduser().resolve())
+
+
+def finish(trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule, run: RunDirectory, val_every_steps: int) -> None:
+    """After the last step: checkpoints/last.ckpt, and a validation of the final weights where the interval did not end on them."""
+    trainer.save_checkpoint(run.checkpoints / LAST)
+    if trainer.global_step % val_every_steps:
+        trainer.validate(module, datamodule=data, verbose=False)
+
+
+def build_trainer(config: ExperimentConfig, run: RunDirectory, callbacks: Sequence[L.Callback], loggers: Sequence[Logger]) -> L.Trainer:
+    """The Trainer of this run. Intervals in the config count optimizer steps; Lightning counts micro-batches for validation."""
+    t = config.trainer
+    return L.Trainer(
+        accelerator=t.accelerator,
+        devices=t.devices,
+        num_nodes=t.num_nodes,
+        strategy=t.strategy,
+        precision=t.precision,
+        max_steps=t.max_steps,
+        max_epochs=-1,
+        max_time=t.max_time,
+        accumulate_grad_batches=t.accumulate_grad_batches,
+        val_check_interval=t.val_every_steps * t.accumulate_grad_batches,
+        check_val_every_n_epoch=None,
+        limit_val_batches=1.0,
+        num_sanity_val_steps=0,
+        log_every_n_steps=t.log_every_n_steps,
+        deterministic=t.deterministic,
+        profiler=t.profiler,
+        use_distributed_sampler=False,  # the data module deals the rows out to the ranks
+        enable_progress_bar=False,  # csa_model.console draws its own, over optimizer steps
+        enable_model_summary=False,
+        enable_checkpointing=any(isinstance(c, L.pytorch.callbacks.Checkpoint) for c in callbacks),
+        callbacks=list(callbacks),
+        logger=list(loggers),
+        default_root_dir=run.path,
+    )
+
+
+@contextlib.contextmanager
+def isolated_job(arguments: Sequence[str]) -> Iterator[None]:
+    """One job: the processes it starts see its own arguments, and the next job of a multirun inherits no rank, port, process group or wandb run."""
+    before = {name: os.environ.get(name) for name in DISTRIBUTED_VARIABLES}
+    argv, sys.argv = sys.argv, [sys.argv[0], *arguments]
+    failed = 1
+    try:
+        yield
+        failed = 0
+    finally:
+        sys.argv = argv
+        if "wandb" in sys.modules and getattr(sys.modules["wandb"], "run", None) is not None:
+            sys.modules["wandb"].finish(exit_code=failed)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

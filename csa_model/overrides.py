@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: arguments checked before Hydra composes, so that a typo is answered with the legal names, and runs named by their overrides."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import typing
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from csa_model.config import ConfigError, ExperimentConfig
+
+FREE_SECTIONS = ("hydra",)  # Hydra's own settings are checked by Hydra
+NEVER_INHERITED = ("run_dir", "ckpt_path", "init_from")  # arguments of one call, not of the run
+
+
+def check_arguments(arguments: Sequence[str], config_dir: Path) -> list[Override]:
+    """Parse the key=value arguments and check every key and every choice of a group against `config_dir` and the typed configuration.
+
+    Returns the parsed overrides, Hydra's flags left out. Raises ConfigError for a key written with dashes, an unknown key or group, or an
+    option that a group does not have. Values are checked later, once the whole config is composed.
+    """
+    for argument in arguments:
+        match = re.match(r"^--?([\w./@+-]+)=(.*)$", argument)
+        if match and not match[1].startswith(("config-", "package", "info")):
+            raise ConfigError(f"{argument}: options are key=value without dashes; write {match[1]}={match[2]}")
+    overrides = parse(arguments)
+    if any(a in ("--config-dir", "-cd", "--config-path", "-cp") or a.startswith(("--config-dir=", "--config-path=")) for a in arguments):
+        return overrides  # another config tree may add groups, options and keys: Hydra judges them
+    for override in overrides:
+        if override.key_or_group.split(".")[0].split("/")[0] not in FREE_SECTIONS:
+            _check_override(override, config_dir)
+    return overrides
+
+
+def parse(arguments: Iterable[str]) -> list[Override]:
+    """The overrides among `arguments`; ConfigError with the argument where one cannot be read."""
+    found = []
+    parser = OverridesParser.create()
+    for argument in arguments:
+        if argument.startswith("-") or not re.match(r"^[~+]*[\w./@$-]+(=|$)", argument):
+            if "=" in argument and not argument.startswith("-"):
+                raise ConfigError(f"cannot read the argument {argument!r}; write key=value")
+            continue
+        if "=" not in argument and not argument.startswith("~"):
+            continue  # the value of a flag such as --cfg job
+        try:
+            found.append(parser.parse_override(argument))
+        except HydraException as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"cannot read the argument {argument!r}: {reason}. Quote values that hold '=' or other marks: key=\"'value'\"") from None
+    return found
+
+
+def _check_override(override: Override, config_dir: Path) -> None:
+    key = override.key_or_group
+    group = config_dir / key
+    if group.is_dir() and key != "":
+        options = sorted(f.stem for f in group.glob("*.yaml"))
+        for choice in _choices(override):
+            if choice not in options and not (choice == "null" and key in ("experiment", "debug")):
+                raise ConfigError(f"{key}={choice} is not legal{_hint(choice, options)}; legal values: {', '.join(options)}")
+        return
+    current: typing.Any = ExperimentConfig
+    walked: list[str] = []
+    for name in key.split("."):
+        if not dataclasses.is_dataclass(current):
+            raise ConfigError(f"unknown key '{key}' in {override.input_line}: {'.'.join(walked)} is a value, not a section")
+        legal = [f.name for f in dataclasses.fields(current)]
+        if not walked:
+            legal += ["experiment", "debug"]
+        if name not in legal:
+            where = ".".join(walked) or "the config"
+            raise ConfigError(f"unknown key '{key}' in {override.input_line}{_hint(name, legal)}; legal keys of {where}: {', '.join(legal)}")
+        current = typing.get_type_hints(current).get(name)
+        walked.append(name)
+
+
+def _choices(override: Override) -> list[str]:
+    if override.is_sweep_override() and override.is_discrete_sweep():
+        return [str(choice).strip("'\"") for choice in override.sweep_string_iterator()]
+    if override.is_delete():
+        return []
+    return [override.get_value_element_as_str().strip("'\"")]
+
+
+def _hint(name: str, legal: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, legal, n=1, cutoff=0.6)
+    return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+def inherited(of_run: Sequence[str], of_call: Sequence[Override]) -> list[str]:
+    """The overrides that a run was started with, as far as this call does not give the same key anew."""
+    given = {o.key_or_group for o in of_call} | set(NEVER_INHERITED)
+    return [o.input_line for o in parse(of_run) if o.key_or_group not in given and o.input_line is not None]
+
+
+def job_name(number: int | str, overrides: Sequence[str], swept: Sequence[str]) -> str:
+    """A folder name for one job of a multirun: its number and the values of the swept keys, for example `0_teacher-full_csa_seed-1`."""
+    parts = [f"{o.key_or_group}-{o.get_value_element_as_str()}" for o in parse(overrides) if o.key_or_group in swept]
+    name = "_".join([str(number), *parts])
+    return re.sub(r"[^\w.+-]+", "-", name)[:120].rstrip("-.")
+
+
+def register_job_names(swept: Sequence[str]) -> None:
+    """Let configs/train.yaml name the folder of a job with ${csa_job_name:NUMBER,OVERRIDES}."""
+    OmegaConf.register_new_resolver("csa_job_name", lambda number, overrides: job_name(number, list(overrides), swept), replace=True)

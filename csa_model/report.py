@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The facts of a run: the block printed at its start, summary.json, and the table and plots at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from torch import nn
+
+from csa_model.config import INDEXED_RATIO, ExperimentConfig
+from csa_model.console import number, print_table
+from csa_model.plots import last_values, plot_run, read_curves
+from csa_model.run_dir import RunDirectory
+
+# summary.json: key -> metric of metrics.csv whose last value it holds
+METRICS = {
+    "validation_loss": "val/loss",
+    "bits_per_byte": "val/bits_per_byte",
+    "validation_mtp_loss": "val/mtp_loss",
+    "indexer_kl": "indexer/kl",
+    "indexer_kl_full_csa": "indexer/kl_full_csa",
+    "indexer_kl_compressed_only": "indexer/kl_compressed_only",
+    "indexer_kl_uniform": "indexer/kl_uniform",
+    "indexer_captured": "indexer/captured",
+    "indexer_recall_at_k": "indexer/recall_at_k",
+    "indexer_mass_at_k": "indexer/mass_at_k",
+    "teacher_total_variation": "teacher/tv",
+    "attention_mass_window": "attn/mass_window",
+    "attention_mass_compressed": "attn/mass_compressed",
+    "attention_mass_sink": "attn/mass_sink",
+    "tokens_per_second": "throughput/tokens_per_second",
+    "mfu": "throughput/mfu",
+    "peak_memory_gib": "memory/peak_gib",
+    "process_rss_gib": "memory/process_rss_gib",
+}
+
+
+def weights_sha256(module: nn.Module) -> str:
+    """Hash of every name, dtype, shape and value of the state dict: equal hashes mean equal starting points."""
+    digest = hashlib.sha256()
+    for name, value in sorted(module.state_dict().items()):
+        data = value.detach().cpu().contiguous()
+        digest.update(f"{name} {data.dtype} {list(data.shape)}".encode())
+        digest.update(data.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def corpus_facts(data: Any) -> dict[str, Any]:
+    """What corpus.json holds: the corpus's facts as plain values."""
+    return dataclasses.asdict(data.corpus)
+
+
+def print_start(config: ExperimentConfig, run: RunDirectory, module: Any, data: Any, notes: Sequence[str]) -> None:
+    """The block before training: what trains on what, with which kernels, and where it is written."""
+    model, corpus = config.model, data.corpus
+    parameters = sum(p.numel() for p in module.decoder.parameters())
+    kinds = ["window" if r == 0 else "CSA" if r == INDEXED_RATIO else f"HCA/{r}" for r in model.compress_ratios[: model.num_hidden_layers]]
+    parts = [name for name, part in (("mHC", model.hyper_connections), ("MoE", model.moe), ("MTP", model.mtp)) if part.enabled]
+    rows = [
+        ("model", f"{model.name}, {parameters / 1e6:.2f}M parameters, {', '.join(parts) or 'plain pre-norm blocks'}"),
+        ("layers", " ".join(kinds)),
+        ("selection", f"top {'all' if model.index_topk is None else model.index_topk} compressed entries, window {model.sliding_window}"),
+        ("backend", "; ".join(f"{op}: {what}" for op, what in module.decoder.backend.describe().items())),
+        ("teacher", f"{config.teacher.name} x {config.teacher.coefficient:g}, stage {config.stage.name}"),
+        ("data", f"{corpus.name}, {corpus.documents:,} documents, {corpus.tokens:,} tokens, sha256 {corpus.sha256[:12]}"),
+        ("rows", f"{config.data.tokens_per_batch:,} tokens x {config.trainer.accumulate_grad_batches}, documents up to {config.data.sequence_length}"),
+        ("run folder", str(run.path)),
+        *(("note", note) for note in notes),
+    ]
+    print_table("csa-lightning", rows)
+
+
+class Summary:
+    """Collects what summary.json holds, whether the run ends well or not."""
+
+    def __init__(self, config: ExperimentConfig, run: RunDirectory, data: Any, initial_weights_sha256: str) -> None:
+        self.config, self.run, self.corpus = config, run, data.corpus
+        self.started = time.monotonic()
+        self.facts: dict[str, Any] = {
+            "status": "running",
+            "arm": config.teacher.name,
+            "stage": config.stage.name,
+            "backend": config.backend.name,
+            "model": config.model.name,
+            "seed": config.seed,
+            "initial_weights_sha256": initial_weights_sha256,
+            "corpus_sha256": self.corpus.sha256,
+            "data_order": {
+                "seed": config.seed if config.data_seed is None else config.data_seed,
+                "sequence_length": config.data.sequence_length,
+                "tokens_per_batch": config.data.tokens_per_batch,
+            },
+            "unigram_loss": self.corpus.unigram_loss,
+            "unigram_bits_per_byte": self.corpus.unigram_bits_per_byte,
+        }
+
+    @contextlib.contextmanager
+    def marked_failed_on_error(self, trainer: L.Trainer) -> Iterator[None]:
+        """Write summary.json with the error and status failed (interrupted for Ctrl-C) where one comes through, and pass it on."""
+        self._write(trainer)
+        try:
+            yield
+        except BaseException as error:
+            interrupted = isinstance(error, (KeyboardInterrupt, SystemExit))
+            self.facts |= {"status": "interrupted" if interrupted else "failed", "error": f"{type(error).__name__}: {error}"}
+            self._write(trainer)
+            raise
+
+    def finish(self, trainer: L.Trainer) -> dict[str, Any]:
+        """Write the final summary.json and the plots, print the closing table, return the summary."""
+        self.facts["status"] = "finished"
+        if not trainer.is_global_zero:
+            return self.facts
+        self._write(trainer)
+        title = f"{self.config.model.name}, teacher {self.config.teacher.name}, seed {self.config.seed}"
+        plots = plot_run(self.run.metrics_file, self.run.plots, self.corpus.unigram_loss, title)
+        print_table("\nresult", closing_rows(self.facts) + [("plots", ", ".join(p.name for p in plots)), ("run folder", str(self.run.path))])
+        return self.facts
+
+    def _write(self, trainer: L.Trainer) -> None:
+        if not trainer.is_global_zero:
+            return
+        values = last_values(read_curves(self.run.metrics_file))
+        self.facts |= {"steps": trainer.global_step, "seconds": round(time.monotonic() - self.started, 1)}
+        self.facts |= {key: values.get(metric) for key, metric in METRICS.items()}
+        self.facts["metrics"] = {name: value for name, value in sorted(values.items()) if name.startswith(("val/", "indexer/", "attn/", "teacher/"))}
+        self.run.write_summary(self.facts)
+
+
+def closing_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The table at the end of a run; a figure that was not measured reads n/a."""
+    f = facts.get
+    memory = ("peak GPU memory", f("peak_memory_gib")) if f("peak_memory_gib") is not None else ("peak process memory", f("process_rss_gib"))
+    return [
+        ("validation loss", f"{number(f('validation_loss'))} nats per token (unigram model {number(f('unigram_loss'))})"),
+        ("bits per byte", f"{number(f('bits_per_byte'))} (unigram model {number(f('unigram_bits_per_byte'))})"),
+        ("indexer KL", f"{number(f('indexer_kl_full_csa'), 4)} to full_csa (a uniform guess {number(f('indexer_kl_uniform'), 4)})"),
+        ("recall@k", f"{number(f('indexer_recall_at_k'))} of the full_csa teacher's own top-k"),
+        ("captured mass", f"{number(f('indexer_mass_at_k'))} of the teacher lies on the selected entries"),
+        ("throughput", f"{number(f('tokens_per_second'), 0)} tokens/s"),
+        (memory[0], f"{number(memory[1], 2)} GiB"),
+        ("time", f"{f('steps')} steps in {number(f('seconds'), 0)} s"),
+    ]

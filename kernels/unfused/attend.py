@@ -95,7 +95,7 @@ class _Attend(torch.autograd.Function):
         with full_precision(q.device):
             selected = AllVisible.ALL_VISIBLE if dense else ids
             sources = [s for s in key_sources(window_kv, compressed_kv, selected, layout, ratio, window, dtype) if s is not None]
-            for start, stop in row_chunks(layout, sum(s.elements_per_row(q.shape[1]) for s in sources)):
+            for start, stop in row_chunks(layout, [(source, q.shape[1]) for source in sources]):
                 chunks = [c for c in (s.chunk(start, stop) for s in sources) if c.bias.shape[1] > 0]
                 if not chunks:
                     continue
@@ -124,7 +124,7 @@ class _Attend(torch.autograd.Function):
             all_sources = key_sources(window_kv, compressed_kv, selected, layout, ratio, window, dtype)
             sources = [s for s in all_sources if s is not None]
             grads = [s.new_grad() for s in sources]
-            for start, stop in row_chunks(layout, sum(s.elements_per_row(2 * heads) for s in sources)):
+            for start, stop in row_chunks(layout, [(source, 2 * heads) for source in sources]):
                 chunk_lse = lse[start:stop]
                 filled = (chunk_lse != -torch.inf)[..., None]
                 total = torch.where(filled[..., 0], torch.logaddexp(chunk_lse, sink.to(dtype)), 0)[..., None]

@@ -96,9 +96,8 @@ class _IndexerLoss(torch.autograd.Function):
             tokens, entries = key_sources(window_kv, compressed_kv, support, layout, ratio, window if recompute else 0, dtype)
             index_entries = entry_keys(index_k.to(dtype), support, layout, ratio)
             assert entries is not None
-            per_row = 2 * entries.elements_per_row(q.shape[1]) + index_entries.elements_per_row(index_q.shape[1] + 4)
-            per_row += tokens.elements_per_row(q.shape[1]) if tokens is not None else 0
-            for start, stop in row_chunks(layout, per_row):
+            use = [(entries, 2 * q.shape[1]), (index_entries, index_q.shape[1]), *([(tokens, q.shape[1])] if tokens is not None else [])]
+            for start, stop in row_chunks(layout, use):
                 rows = slice(start, stop)
                 keys, index_keys = entries.chunk(start, stop), index_entries.chunk(start, stop)
                 if keys.bias.shape[1] == 0:
@@ -137,8 +136,7 @@ class _IndexerLoss(torch.autograd.Function):
                 entries = entry_keys(compressed_kv.to(dtype), support, layout, ratio)
                 index_entries = entry_keys(index_k.to(dtype), support, layout, ratio)
                 key_grad = index_entries.new_grad()
-                per_row = 2 * entries.elements_per_row(q.shape[1]) + index_entries.elements_per_row(2 * index_q.shape[1] + 4)
-                for start, stop in row_chunks(layout, per_row):
+                for start, stop in row_chunks(layout, [(entries, 2 * q.shape[1]), (index_entries, 2 * index_q.shape[1])]):
                     rows = slice(start, stop)
                     keys, index_keys = entries.chunk(start, stop), index_entries.chunk(start, stop)
                     if keys.bias.shape[1] == 0:

@@ -8,7 +8,7 @@ Legend: R query rows of a chunk, X vectors per row (heads), D width of a key, K 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -19,9 +19,10 @@ from kernels.backend import AllVisible, Selection
 from kernels.layout import PackedLayout
 
 # Elements that the temporaries of one chunk may have: about a second-level cache on a CPU, enough to fill the card on a GPU.
-CHUNK_ELEMENTS = {"cpu": 1 << 20}
+CHUNK_ELEMENTS = {"cpu": 1 << 21}
 _CHUNK_ELEMENTS_ELSEWHERE = 1 << 26
-_MIN_BLOCK = 16
+_MIN_BLOCK = 16  # queries that share a band of tokens, at least
+_SHORTEST_SHARED = 256
 
 
 class KeyChunk(Protocol):
@@ -184,11 +185,8 @@ class VisibleKeys:
         self._stop = self._start + layout.visible_compressed(ratio)
 
     def elements_per_row(self, vectors: int) -> int:
-        return vectors * self._widest()
-
-    def _widest(self) -> int:
-        # a chunk is never longer than the longest document (see row_chunks), so its range is at most twice that document's entries
-        return min(self._keys.shape[0], 2 * (self._layout.longest_document() // self._ratio) + 1)
+        longest = self._layout.longest_document()
+        return vectors * min(self._keys.shape[0], (longest + _shared_rows(self._layout)) // self._ratio + 1)
 
     def chunk(self, start: int, stop: int) -> _Range:
         first, last = self._layout.entry_range(start, stop, self._ratio)
@@ -208,11 +206,21 @@ def entry_keys(keys: Tensor, ids: Selection, layout: PackedLayout, ratio: int) -
     return VisibleKeys(keys, layout, ratio) if isinstance(ids, AllVisible) else SelectedKeys(keys, ids, layout, ratio)
 
 
-def row_chunks(layout: PackedLayout, elements_per_row: int) -> Iterator[tuple[int, int]]:
-    """Row bounds of the chunks, padding left out. A function of shapes and lengths alone, so that equal runs add in an equal order."""
+def _shared_rows(layout: PackedLayout) -> int:
+    # rows of other documents in the chunk are wasted on a shared range, so a chunk is no longer than the longest document
+    return max(_SHORTEST_SHARED, layout.longest_document())
+
+
+def row_chunks(layout: PackedLayout, use: Sequence[tuple[KeySource, int]]) -> Iterator[tuple[int, int]]:
+    """Row bounds of the chunks, padding left out, for sources that meet so many vectors per row.
+
+    A function of shapes and lengths alone, so that equal runs add in an equal order.
+    """
     rows = max(0, min(layout.num_rows, layout.num_real_tokens - layout.first_row))
-    size = CHUNK_ELEMENTS.get(layout.device.type, _CHUNK_ELEMENTS_ELSEWHERE) // max(1, elements_per_row)
-    size = max(1, min(size, max(64, layout.longest_document())))
+    elements = sum(source.elements_per_row(vectors) for source, vectors in use)
+    size = max(1, CHUNK_ELEMENTS.get(layout.device.type, _CHUNK_ELEMENTS_ELSEWHERE) // max(1, elements))
+    if any(isinstance(source, VisibleKeys) for source, _ in use):
+        size = min(size, _shared_rows(layout))
     size -= size % _MIN_BLOCK if size > _MIN_BLOCK else 0
     for start in range(0, rows, size):
         yield start, min(rows, start + size)

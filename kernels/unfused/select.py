@@ -14,6 +14,7 @@ from kernels.unfused.checks import check_entries, check_tensor, compute_dtype, f
 from kernels.unfused.keys import KeyChunk, VisibleKeys, row_chunks
 
 _NO_ENTRY = 2**31 - 1  # larger than any id
+_KEY_COPIES = 4  # [R, C] temporaries of the top-k, in units of one index head
 _INVISIBLE = torch.iinfo(torch.int64).min
 
 
@@ -36,7 +37,7 @@ def select(index_q: Tensor, index_k: Tensor, index_w: Tensor, layout: PackedLayo
         entries = VisibleKeys(index_k.to(dtype), layout, ratio)
         start_of_row, visible = layout.entry_start(ratio), layout.visible_compressed(ratio)
         take_all = layout.longest_document() // ratio <= topk
-        for start, stop in row_chunks(layout, entries.elements_per_row(index_q.shape[1] + 4)):
+        for start, stop in row_chunks(layout, [(entries, index_q.shape[1] + _KEY_COPIES)]):
             first, last = layout.entry_range(start, stop, ratio)
             if first == last:
                 continue

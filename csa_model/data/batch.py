@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a data loader hands to the training module: one packed row and the exact divisors of its optimizer step. T is the number of tokens of the row."""
+"""What a data loader hands to the training module: one packed row of T tokens and the exact divisors of its optimizer step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class StepCounts:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One packed row. A "document" of the layout is a piece of a real document, at most data.sequence_length tokens long; padding stands at the end."""
+    """One packed row, padding at its end. A "document" of the layout is a piece of a real document, at most data.sequence_length tokens long."""
 
     tokens: Tensor  # int64 [T], 0 in padding
     targets: Tensor  # int64 [T], next token of the same real document, IGNORED where there is none or it does not count

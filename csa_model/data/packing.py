@@ -2,8 +2,8 @@
 """Pieces of documents, the plan that packs them into rows, and the packed row itself.
 
 Packing rule of one epoch: the pieces are shuffled, then placed one after the other into the first open row that has room. At most OPEN_ROWS rows are
-open; when none has room the fullest is closed (the older one on a tie). A full row closes at once, and rows stand in the order in which they closed. A
-piece is never cut by packing and padding stands at the end of a row only.
+open; when none has room the fullest is closed (the older one on a tie). A row without room for the shortest piece closes at once, and rows stand in the
+order in which they closed. A piece is never cut by packing and padding stands at the end of a row only.
 """
 
 from __future__ import annotations
@@ -122,6 +122,7 @@ def permutation(n: int, seed: int, epoch: int) -> NDArray[np.int64]:
 def plan_rows(lengths: NDArray[np.integer], order: NDArray[np.int64], row_tokens: int) -> EpochPlan:
     """First-fit of the pieces, in the given order, into rows of `row_tokens` tokens with at most OPEN_ROWS rows open."""
     closed: list[list[int]] = []
+    shortest = int(lengths.min(initial=row_tokens))
     free: list[int] = []
     rows: list[list[int]] = []
     for piece, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
@@ -138,7 +139,7 @@ def plan_rows(lengths: NDArray[np.integer], order: NDArray[np.int64], row_tokens
             free.append(row_tokens)
         rows[i].append(piece)
         free[i] -= length
-        if free[i] == 0:
+        if free[i] < shortest:
             closed.append(rows.pop(i))
             free.pop(i)
     closed.extend(rows)

@@ -77,6 +77,9 @@ class RowStream:
             self._epoch(len(self._first_rows) - 1)
         return int(np.searchsorted(self._first_rows, row, side="right")) - 1
 
+    def rows_of_epoch(self, epoch: int) -> int:
+        return self._epoch(epoch).plan.rows
+
     def _epoch(self, epoch: int) -> _PlannedEpoch:
         if epoch in self._plans:
             self._plans.move_to_end(epoch)

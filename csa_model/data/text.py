@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from csa_model.config import ConfigError, DataConfig
-from csa_model.data.token_file import TokenFile, open_token_file, write_token_file
-from csa_model.data.tokenizers import BPETokenizer, BytesTokenizer, Tokenizer, encode_documents, load_tokenizer
+from csa_model.data.token_file import TokenFile, open_token_file, tokenizer_of, write_token_file
+from csa_model.data.tokenizers import BPETokenizer, BytesTokenizer, Tokenizer, digest, encode_documents
 
 log = logging.getLogger(__name__)
 
@@ -114,14 +114,13 @@ def tokenized(corpus: TextCorpus, config: DataConfig) -> tuple[TokenFile, Tokeni
 
 
 def _read_files(root: Path, wanted: Callable[[Path], bool], excluded: frozenset[str]) -> TextCorpus:
-    files = []
-    if root.is_file():
-        files.append(root)
+    single = root.is_file()
+    files = [root] if single else []
+    for folder, folders, names in os.walk(root):  # nothing for a file
+        folders[:] = [f for f in folders if f not in excluded and not f.startswith(".")]
+        files += [Path(folder) / name for name in names]
+    if single:
         root = root.parent
-    else:
-        for folder, folders, names in os.walk(root):
-            folders[:] = sorted(f for f in folders if f not in excluded and not f.startswith("."))
-            files += [Path(folder) / name for name in names]
     documents, skipped = [], []
     first_of: dict[bytes, str] = {}
     for path in sorted(files, key=lambda file: file.relative_to(root).as_posix()):
@@ -129,7 +128,7 @@ def _read_files(root: Path, wanted: Callable[[Path], bool], excluded: frozenset[
         if not wanted(path):
             continue
         try:
-            text, digest = _read_file(path, hidden=path.name.startswith(".") and len(files) > 1)
+            text, digest = _read_file(path, hidden=path.name.startswith(".") and not single)
             if digest in first_of:
                 raise ValueError(f"same content as {first_of[digest]}")
         except (OSError, ValueError) as error:
@@ -161,7 +160,7 @@ def _split(corpus: TextCorpus, fraction: float) -> tuple[list[str], list[str]]:
     if len(texts) == 1:  # the end of the only document is held out, from a line start if there is one
         text = texts[0]
         cut = max(1, int(len(text) * (1 - fraction)))
-        cut = text.rfind("\n", 0, cut) + 1 or cut
+        cut = text.rfind("\n", cut - cut // 10, cut) + 1 or cut
         return [text[:cut]], [text[cut:]]
     held_out = split_digests([document.sha256 for document in corpus.documents], fraction)
     train = [text for text, out in zip(texts, held_out, strict=True) if not out]
@@ -179,15 +178,16 @@ def _build(corpus: TextCorpus, config: DataConfig, folder: Path) -> None:
         eos=tokenizer.eos,
         token_bytes=tokenizer.token_bytes(),
         tokenizer="tokenizer.json",
+        tokenizer_sha256=digest(tokenizer),
         train_documents=len(train),
     )
 
 
 def _open_cache(folder: Path) -> tuple[TokenFile, Tokenizer]:
     token_file = open_token_file(folder / "tokens.bin")
-    tokenizer = load_tokenizer(folder / "tokenizer.json")
-    if tokenizer.vocab_size != token_file.sidecar.vocab:
-        raise ConfigError(f"{folder}/tokenizer.json has {tokenizer.vocab_size} ids, its tokens were made with {token_file.sidecar.vocab}")
+    tokenizer = tokenizer_of(token_file)
+    if tokenizer is None:
+        raise ConfigError(f"{folder}/tokens.bin names no tokenizer")
     return token_file, tokenizer
 
 

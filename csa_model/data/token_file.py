@@ -11,6 +11,7 @@
     sha256        of the token file
     token_bytes   optional, list [vocab]: UTF-8 bytes that each id stands for. Without it bits per byte is not available
     tokenizer     optional: file name of the tokenizer beside the token file
+    tokenizer_sha256  optional, with `tokenizer`: its hash
     eos_token     optional: text of the eos token in that tokenizer
     train_documents  optional: the first so many documents are the training split, the rest validation. Without it documents are split by their hash
 """
@@ -30,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csa_model.config import ConfigError
+from csa_model.data.tokenizers import END_OF_TEXT, Tokenizer, digest, load_tokenizer
 
 FORMAT = "csa-tokens-1"
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -46,6 +48,7 @@ class SideCar:
     sha256: str
     token_bytes: NDArray[np.int32] | None = None
     tokenizer: str | None = None
+    tokenizer_sha256: str | None = None
     eos_token: str | None = None
     train_documents: int | None = None
 
@@ -106,8 +109,26 @@ def open_token_file(path: str | Path) -> TokenFile:
     for start, chunk in token_file.chunks():
         if int(chunk.max()) >= sidecar.vocab:
             at = start + int(np.argmax(chunk >= sidecar.vocab))
-            raise ConfigError(f"{path}: token {at} has the id {int(chunk[at - start])}, but its side-car says vocab={sidecar.vocab}; legal: 0..{sidecar.vocab - 1}")
+            raise ConfigError(
+                f"{path}: token {at} has the id {int(chunk[at - start])}, but its side-car says vocab={sidecar.vocab}; legal: 0..{sidecar.vocab - 1}"
+            )
     return token_file
+
+
+def tokenizer_of(token_file: TokenFile) -> Tokenizer | None:
+    """The tokenizer that the side-car names, if any. ConfigError when it is missing, not the one that made the tokens, or of another vocabulary."""
+    sidecar = token_file.sidecar
+    if sidecar.tokenizer is None:
+        return None
+    path = token_file.path.parent / sidecar.tokenizer
+    tokenizer = load_tokenizer(path, sidecar.eos_token or END_OF_TEXT)
+    if sidecar.tokenizer_sha256 not in (None, digest(tokenizer)):
+        raise ConfigError(f"{path} is not the tokenizer that made {token_file.path}: its sha256 differs from the one in the side-car")
+    if tokenizer.vocab_size != sidecar.vocab or tokenizer.eos != sidecar.eos:
+        raise ConfigError(
+            f"{path} has {tokenizer.vocab_size} ids and eos {tokenizer.eos}, but the side-car of {token_file.path} says vocab={sidecar.vocab} eos={sidecar.eos}"
+        )
+    return tokenizer
 
 
 def write_token_file(
@@ -119,6 +140,7 @@ def write_token_file(
     dtype: str | None = None,
     token_bytes: NDArray[np.integer] | None = None,
     tokenizer: str | None = None,
+    tokenizer_sha256: str | None = None,
     eos_token: str | None = None,
     train_documents: int | None = None,
 ) -> SideCar:
@@ -147,6 +169,7 @@ def write_token_file(
         sha.hexdigest(),
         None if token_bytes is None else np.asarray(token_bytes, dtype=np.int32),
         tokenizer,
+        tokenizer_sha256,
         eos_token,
         train_documents,
     )
@@ -193,7 +216,12 @@ def _read_sidecar(path: Path) -> SideCar:
         raise ConfigError(f"the side-car {where} lacks {', '.join(missing)}; required: {', '.join(REQUIRED)}")
     unknown = sorted(set(entries) - set(REQUIRED) - set(SideCar.__dataclass_fields__))
     if unknown:
-        raise ConfigError(f"the side-car {where} has unknown keys {', '.join(unknown)}; legal: {', '.join(['format', *SideCar.__dataclass_fields__])}")
+        raise ConfigError(
+            f"the side-car {where} has unknown keys {', '.join(unknown)}; legal: {', '.join(['format', *SideCar.__dataclass_fields__])}"
+        )
+    for key in ("sha256", "tokenizer", "tokenizer_sha256", "eos_token"):
+        if not isinstance(entries.get(key, ""), str):
+            raise ConfigError(f"{where}: {key}={entries[key]!r} must be a string")
     for key in ("tokens", "vocab", "eos", "train_documents"):
         value = entries.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):

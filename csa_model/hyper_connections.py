@@ -36,6 +36,7 @@ class _Sinkhorn(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
         matrix, *sums = ctx.saved_tensors
+        grad = grad.contiguous()
         for step in range(len(sums) - 1, -1, -1):
             grad = (grad - (grad * matrix).sum(step % 2, keepdim=True)).div_(sums[step])
             matrix = matrix * sums[step]
@@ -57,10 +58,43 @@ def _mix(streams: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
     return linear_fp32(flat, fn) * scale
 
 
-def _weighted_sum(weights: Tensor, streams: Tensor) -> Tensor:
-    """sum_i weights[:, i] * streams[:, i]: [T, d] in the dtype of `streams`, summed in fp32."""
-    with torch.autocast(streams.device.type, enabled=False):
-        return torch.bmm(weights[:, None], at_least_fp32(streams)).squeeze(1).to(streams.dtype)
+class _Collapse(torch.autograd.Function):
+    """sum_i weights[:, i] * streams[:, i] in fp32. Saves the streams in their own dtype."""
+
+    @staticmethod
+    def forward(ctx, weights: Tensor, streams: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(weights, streams)
+        return (at_least_fp32(streams) * weights[:, :, None]).sum(1).to(streams.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
+        weights, streams = ctx.saved_tensors
+        grad = at_least_fp32(grad)[:, None]
+        return (at_least_fp32(streams) * grad).sum(-1), (weights[:, :, None] * grad).to(streams.dtype)
+
+
+class _Expand(torch.autograd.Function):
+    """out[:, k] = sum_j maps[:, k, j] * inputs[:, j], where the inputs are the n streams and, last, y; in fp32.
+
+    Saves streams and y in their own dtype.
+    """
+
+    @staticmethod
+    def forward(ctx, maps: Tensor, streams: Tensor, y: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(maps, streams, y)
+        return torch.bmm(maps, _inputs(streams, y)).to(streams.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[no-untyped-def]
+        maps, streams, y = ctx.saved_tensors
+        grad = at_least_fp32(grad)
+        grad_maps = torch.bmm(grad, _inputs(streams, y).transpose(1, 2))
+        grad_inputs = torch.bmm(maps.transpose(1, 2), grad)
+        return grad_maps, grad_inputs[:, :-1].to(streams.dtype), grad_inputs[:, -1].to(y.dtype)
+
+
+def _inputs(streams: Tensor, y: Tensor) -> Tensor:
+    return torch.cat([at_least_fp32(streams), at_least_fp32(y)[:, None]], dim=1)
 
 
 class HyperConnection(nn.Module):
@@ -93,13 +127,12 @@ class HyperConnection(nn.Module):
     def collapse(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """streams [T, n, d] -> input of the sublayer [T, d], write [T, n], mix [n, n, T]."""
         read, write, mix = self.maps(streams)
-        return _weighted_sum(read, streams), write, mix
+        return _Collapse.apply(read, streams), write, mix
 
     def expand(self, streams: Tensor, y: Tensor, write: Tensor, mix: Tensor) -> Tensor:
         """New streams: stream k receives write[k] * y and sum_j mix[j, k] * streams[j]."""
-        with torch.autocast(streams.device.type, enabled=False):
-            mixed = torch.bmm(mix.permute(2, 1, 0), at_least_fp32(streams))
-            return torch.addcmul(mixed, write[:, :, None], at_least_fp32(y)[:, None]).to(streams.dtype)
+        maps = torch.cat([mix, write.t()[None]]).permute(2, 1, 0).contiguous()  # small strided matrices make a batched product crawl
+        return _Expand.apply(maps, streams, y)
 
 
 class HyperHead(nn.Module):
@@ -121,4 +154,4 @@ class HyperHead(nn.Module):
 
     def forward(self, streams: Tensor) -> Tensor:
         weights = torch.sigmoid(_mix(streams, self.fn, self.norm_eps) * self.scale + self.base) + self.hc_eps
-        return _weighted_sum(weights, streams)
+        return _Collapse.apply(weights, streams)

@@ -28,9 +28,10 @@ class RouterRecord:
     balance_sum: Tensor
 
 
-def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    """silu(min(gate, limit)) * clip(up, -limit, limit), in fp32, returned in the dtype of `gate`."""
-    return (F.silu(at_least_fp32(gate).clamp(max=limit)) * at_least_fp32(up).clamp(-limit, limit)).to(gate.dtype)
+def clamped_swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None = None) -> Tensor:
+    """silu(min(gate, limit)) * clip(up, -limit, limit) [* weight], in fp32, returned in the dtype of `gate`."""
+    hidden = F.silu(at_least_fp32(gate).clamp(max=limit)) * at_least_fp32(up).clamp(-limit, limit)
+    return (hidden if weight is None else hidden * weight).to(gate.dtype)
 
 
 class SwiGLU(nn.Module):
@@ -141,33 +142,42 @@ def grouped_gemm_applies(x: Tensor, weight: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm") and weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
 
 
+def _to_pairs(x: Tensor, order: Tensor, topk: int) -> Tensor:
+    return x.index_select(0, order // topk)
+
+
+def _to_tokens(pairs: Tensor, inverse: Tensor, topk: int) -> Tensor:
+    return pairs.index_select(0, inverse).unflatten(0, (-1, topk)).sum(1)
+
+
 class _Dispatch(torch.autograd.Function):
-    """Copies of token rows in expert order: out[p] = x[order[p] // K]. The backward gathers, so that no atomic addition makes it vary."""
+    """Token rows [T, d] copied into expert order [P, d]. Its backward gathers and sums: no atomic addition makes it vary."""
 
     @staticmethod
     def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor, topk: int) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.save_for_backward(inverse)
         ctx.topk = topk
-        return x.index_select(0, order // topk)
+        return _to_pairs(x, order, topk)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[no-untyped-def]
         (inverse,) = ctx.saved_tensors
-        return grad.index_select(0, inverse).unflatten(0, (-1, ctx.topk)).sum(1), None, None, None
+        return _to_tokens(grad, inverse, ctx.topk), None, None, None
 
 
-class _Return(torch.autograd.Function):
-    """Pairs back in token order: out[i] = y[inverse[i]]."""
+class _Combine(torch.autograd.Function):
+    """Rows in expert order [P, d] summed per token [T, d]: the adjoint of _Dispatch."""
 
     @staticmethod
-    def forward(ctx, y: Tensor, order: Tensor, inverse: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+    def forward(ctx, pairs: Tensor, order: Tensor, inverse: Tensor, topk: int) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.save_for_backward(order)
-        return y.index_select(0, inverse)
+        ctx.topk = topk
+        return _to_tokens(pairs, inverse, topk)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[no-untyped-def]
         (order,) = ctx.saved_tensors
-        return grad.index_select(0, order), None, None
+        return _to_pairs(grad, order, ctx.topk), None, None, None
 
 
 class Experts(nn.Module):
@@ -194,10 +204,10 @@ class Experts(nn.Module):
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
         offsets = torch.searchsorted(of_pair, torch.arange(self.w1.shape[0], device=order.device), right=True).int()
         pairs = _Dispatch.apply(x.to(activation_dtype(x)), order, inverse, topk)
-        hidden = clamped_swiglu(grouped_linear(pairs, self.w1, offsets), grouped_linear(pairs, self.w3, offsets), self.limit)
-        y = _Return.apply(grouped_linear(hidden, self.w2, offsets), order, inverse)
-        with torch.autocast(x.device.type, enabled=False):
-            return torch.bmm(weights[:, None], at_least_fp32(y).unflatten(0, (-1, topk))).squeeze(1).to(y.dtype)
+        gate, up = grouped_linear(pairs, self.w1, offsets), grouped_linear(pairs, self.w3, offsets)
+        hidden = clamped_swiglu(gate, up, self.limit, weights.flatten()[order, None])
+        y: Tensor = _Combine.apply(grouped_linear(hidden, self.w2, offsets), order, inverse, topk)
+        return y
 
 
 class MoE(nn.Module):

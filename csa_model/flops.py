@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """FLOPs that one packed row asks of the model, counted by hand from the configuration and the document lengths.
 
-Matrix products only, 2 FLOPs per multiply-add. Attention counts the entries that a query really attends to: window entries and selected or visible compressed
-entries, never the square of the length. Recomputation, padding and the indexer's teacher (which falls out of the attention's own probabilities) are
-not counted, so a figure from here is useful work.
+Matrix products only, 2 FLOPs per multiply-add. Attention counts the entries that a query really attends to: window entries and selected or
+visible compressed entries, never the square of the length. Recomputation, padding and the indexer's teacher (which falls out of the attention's own
+probabilities) are not counted, so a figure from here is useful work.
 """
 
 from __future__ import annotations
@@ -74,9 +74,7 @@ def forward_flops(config: ModelConfig, lengths: Iterable[int], *, sparse: bool =
     tokens = sum(lengths)
     d, heads, dim, streams = config.hidden_size, config.num_attention_heads, config.head_dim, config.hyper_connections.hc_mult
     blocks = config.num_hidden_layers + int(config.mtp.enabled)
-    total = dict.fromkeys(
-        ("projections", "compressors", "attention", "indexer", "feed_forward", "router", "streams", "mtp_projections", "head"), 0
-    )
+    total = dict.fromkeys(("projections", "compressors", "attention", "indexer", "feed_forward", "router", "streams", "mtp_projections", "head"), 0)
     per_token = d * config.q_lora_rank + config.q_lora_rank * heads * dim + d * dim  # wq_a, wq_b, wkv
     per_token += heads * dim * config.o_lora_rank + config.o_groups * config.o_lora_rank * d  # wo_a (block diagonal), wo_b
     for layer in range(blocks):

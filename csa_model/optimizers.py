@@ -47,8 +47,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
     Group options: `name`; `algorithm` ("muon" or "adamw"); `lr`; `weight_decay` (decoupled); for Muon `momentum` and `matrices`, for AdamW `betas`
     and `eps`. A Muon parameter is a matrix [n, m], a stack [E, n, m] of which every matrix is orthogonalised by itself, or a matrix that holds
-    `matrices[i]` equal blocks of rows, orthogonalised one by one (the grouped output projection: its groups read different inputs). Matrices of one shape,
-    of whatever parameter, are iterated as one batch, in bfloat16 on CUDA and in the parameter's dtype elsewhere.
+    `matrices[i]` equal blocks of rows, orthogonalised one by one (the grouped output projection: its groups read different inputs). Matrices of one
+    shape, of whatever parameter, are iterated as one batch, in bfloat16 on CUDA and in the parameter's dtype elsewhere.
 
     Raises ValueError for an unknown algorithm, a Muon parameter that is no matrix, or a sharded parameter (orthogonalisation needs whole matrices).
     """
@@ -79,7 +79,8 @@ class MuonAdamW(torch.optim.Optimizer):
             if hasattr(p, "placements"):  # a DTensor, without importing torch.distributed.tensor for everybody else
                 raise ValueError(f"parameter group {name!r} holds a sharded parameter; MuonAdamW needs whole matrices: use trainer=ddp")
             if algorithm == "muon" and (p.ndim not in (2, 3) or p.shape[0] % blocks or (p.ndim == 3 and blocks != 1)):
-                raise ValueError(f"parameter group {name!r}: Muon takes [n, m] or [E, n, m], got {tuple(p.shape)} in {blocks} block(s); use algorithm='adamw'")
+                shape = f"{tuple(p.shape)} in {blocks} block(s)"
+                raise ValueError(f"parameter group {name!r}: Muon takes [n, m] or [E, n, m], got {shape}; use algorithm='adamw'")
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -153,7 +154,7 @@ class MuonAdamW(torch.optim.Optimizer):
 def parameter_groups(decoder: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
     """The decoder's trainable parameters in named groups; a group without members is left out.
 
-    - trunk_matrices: every weight of a linear map, routers and hyper-connection maps included. Each expert and each output group is a matrix of its own.
+    - trunk_matrices: every weight of a linear map, routers and hyper-connection maps included; each expert and each output group by itself.
     - embeddings: embedding and head (AdamW).
     - trunk_vectors: norms, sinks, position biases, hyper-connection scales and bases (AdamW, no decay).
     - indexer_matrices, indexer_vectors: the same for the indexers. No decay: it would pull the index scores towards uniform and bias the fit.
@@ -192,7 +193,7 @@ def parameter_groups(decoder: nn.Module, config: OptimizerConfig) -> list[dict[s
             "eps": config.eps,
         }
         if muon:
-            group["matrices"] = [o_groups if n.endswith("attn.wo_a") or n.endswith("attn.wo_a.weight") else 1 for n, _ in members]
+            group["matrices"] = [o_groups if n.endswith(("attn.wo_a", "attn.wo_a.weight")) else 1 for n, _ in members]
         result.append(group)
     return result
 

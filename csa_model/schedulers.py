@@ -15,8 +15,8 @@ from csa_model.config import SchedulerConfig
 def learning_rate_factor(config: SchedulerConfig, max_steps: int) -> Callable[[int], float]:
     """Factor of the peak learning rate in optimizer step `step` (0-based).
 
-    Linear warm-up over `warmup_steps` (the first step already learns), then by name: `cosine` falls to `min_lr_ratio` at `max_steps`; `wsd` stays at 1 and
-    falls linearly to `min_lr_ratio` over the last `decay_steps`; `constant` stays at 1.
+    Linear warm-up over `warmup_steps` (the first step already learns), then by name: `cosine` falls to `min_lr_ratio` at `max_steps`; `wsd` stays
+    at 1 and falls linearly to `min_lr_ratio` over the last `decay_steps`; `constant` stays at 1.
     """
     warmup, floor = config.warmup_steps, config.min_lr_ratio
 

@@ -48,7 +48,7 @@ def test_attended_entries_equal_brute_force(lengths: list[int], topk: int | None
 
 
 def test_one_layer_counted_by_hand() -> None:
-    # One document of 9 tokens. Window of 2: 1 + 8 * 2 = 17 pairs. Visible at ratio 4: tokens 3..6 see 1, tokens 7, 8 see 2: 8 pairs, with top-1 6 pairs.
+    # One document of 9 tokens. Window of 2: 1 + 8 * 2 = 17 pairs. Visible at ratio 4: tokens 3..6 see 1, tokens 7, 8 see 2: 8, with top-1 6.
     parts = forward_flops(CONFIG, [9])
     assert parts["projections"] == 2 * 9 * (8 * 3 + 3 * 8 + 8 * 4 + 8 * 5 + 10 * 8)
     assert parts["attention"] == 2 * 2 * (4 + 4) * (17 + 6)

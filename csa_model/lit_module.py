@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training and validation of the decoder under Lightning: one packed row per rank and micro-batch, losses exact over the optimizer step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from csa_model.config import ConfigError, ExperimentConfig, from_mapping
+from csa_model.data.batch import PackedBatch
+from csa_model.decoder import AttentionMode, Decoder, DecoderOutput
+from csa_model.gradients import FiniteGuard, clip_by_norm
+from csa_model.losses import LossTerms, cross_entropy_sum, total_loss
+from csa_model.moe import update_router_biases
+from csa_model.optimizers import build_optimizer
+from csa_model.run_dir import plain
+from csa_model.schedulers import build_scheduler
+from kernels import get_backend
+
+
+class CSALitModule(L.LightningModule):
+    """The decoder with its losses, optimizer and metrics.
+
+    `config` is the typed configuration, or the plain mapping that a checkpoint keeps of it. Hyper-parameters are saved as plain containers, so that
+    checkpoints load with `torch.load(..., weights_only=True)`.
+    """
+
+    def __init__(self, config: ExperimentConfig | Mapping[str, Any]) -> None:
+        super().__init__()
+        self.config = config if isinstance(config, ExperimentConfig) else from_mapping(config)
+        self.save_hyperparameters({"config": plain(self.config)})
+        self.mode = AttentionMode.from_config(self.config.stage, self.config.teacher.name)
+        self.decoder = build_decoder(self.config, self.mode)
+        freeze(self.decoder, self.config)
+        if self.config.compile:
+            self.decoder.compile()  # in place: the keys of the state dict stay as they are
+        indexer = {id(p) for _, p in self.decoder.indexer_parameters()}
+        trained = [(name, p) for name, p in self.decoder.named_parameters() if p.requires_grad]
+        self._trunk = [(name, p) for name, p in trained if id(p) not in indexer]
+        self._indexers = [(name, p) for name, p in trained if id(p) in indexer]
+        self._guard = FiniteGuard()
+        self._micro_batches: list[tuple[LossTerms, PackedBatch]] = []
+        self._router_counts: dict[int, tuple[Any, Tensor]] = {}
+        self._norms: dict[str, Tensor] = {}
+        self._finished: list[tuple[LossTerms, PackedBatch]] = []
+        self._validation = ValidationSums(self)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = build_optimizer(self.decoder, self.config.optimizer)
+        scheduler = build_scheduler(optimizer, self.config.scheduler, self.config.trainer.max_steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", "frequency": 1}}
+
+    def run_decoder(self, batch: PackedBatch) -> DecoderOutput:
+        """The decoder on one row, with the MTP block where the model has one."""
+        next_tokens = batch.targets if self.config.model.mtp.enabled else None
+        output: DecoderOutput = self.decoder(batch.tokens, batch.layout, self.mode, next_tokens=next_tokens)
+        return output
+
+    def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
+        output = self.run_decoder(batch)
+        # Lightning divides the loss by the micro-batches of a step and DDP averages over ranks; the divisors are those of the whole step already.
+        scale = self.trainer.accumulate_grad_batches * self.trainer.world_size
+        terms = total_loss(output, batch, self.decoder, self.config, scale=float(scale))
+        self._micro_batches.append((terms, batch))
+        for record in output.router:
+            gate, counts = self._router_counts.get(record.layer, (record.module, torch.zeros_like(record.counts)))
+            self._router_counts[record.layer] = (gate, counts + record.counts)
+        return terms.total
+
+    def configure_gradient_clipping(
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clip trunk and indexers by their own norms, so that the size of the KL cannot change the trunk's step. Lightning's values stay unused."""
+        limits = self.config.optimizer
+        self._norms = {
+            "train/grad_norm": clip_by_norm(self._trunk, limits.max_grad_norm),
+            "indexer/grad_norm": clip_by_norm(self._indexers, limits.indexer_max_grad_norm),
+        }
+        norms = [norm for norm, members in zip(self._norms.values(), (self._trunk, self._indexers), strict=True) if members]
+        self._guard.check(self._trunk + self._indexers, norms, self.trainer.global_step + 1)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None) -> None:
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        # Here and not in on_train_batch_end, which callbacks reach first: a checkpoint must hold the biases of the step it counts.
+        self._update_router_biases()
+        self._finished, self._micro_batches = self._micro_batches, []
+
+    def on_train_batch_start(self, batch: PackedBatch, batch_idx: int) -> None:
+        if batch_idx % self.trainer.accumulate_grad_batches == 0:  # also after an exception in the middle of a step
+            self._micro_batches, self._router_counts = [], {}
+
+    def on_train_batch_end(self, outputs: Any, batch: PackedBatch, batch_idx: int) -> None:
+        finished, self._finished = self._finished, []
+        every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if finished and (self.trainer.global_step % every == 0 or self.trainer.should_stop):
+            metrics = {**self._step_losses(finished), **self._norms}
+            self.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
+            self.log("loss", metrics["train/loss"], prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1)
+
+    def _step_losses(self, finished: list[tuple[LossTerms, PackedBatch]]) -> dict[str, Tensor]:
+        shares = [terms.means(batch.step, self.config) for terms, batch in finished]
+        totals = torch.stack([torch.stack([share[name].float() for share in shares]).sum() for name in shares[0]])
+        return dict(zip(shares[0], self._sum_over_ranks(totals), strict=True))
+
+    def _update_router_biases(self) -> None:
+        counts, self._router_counts = self._router_counts, {}
+        if not counts or self.config.stage.train_only_indexer:  # that stage moves nothing but the indexers
+            return
+        summed = self._sum_over_ranks(torch.stack([load for _, load in counts.values()]))
+        update_router_biases(zip([gate for gate, _ in counts.values()], summed, strict=True), self.config.model.moe.bias_update_rate)
+
+    def _sum_over_ranks(self, values: Tensor) -> Tensor:
+        if self.trainer.world_size == 1:
+            return values
+        reduced = self.trainer.strategy.reduce(values, reduce_op="sum")
+        assert isinstance(reduced, Tensor)
+        return reduced
+
+    def on_validation_epoch_start(self) -> None:
+        self._validation.reset()
+
+    def validation_step(self, batch: PackedBatch, batch_idx: int) -> None:
+        self._validation.add(self.run_decoder(batch), batch)
+
+    def on_validation_epoch_end(self) -> None:
+        metrics = self._validation.metrics(self._sum_over_ranks(self._validation.sums))
+        # Every rank holds the same values already; sync_dist only keeps Lightning from warning about it.
+        self.log_dict(metrics, batch_size=1, sync_dist=self.trainer.world_size > 1)
+        self.log("val_loss", metrics["val/loss"], prog_bar=True, logger=False, batch_size=1, sync_dist=self.trainer.world_size > 1)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._guard.settle()
+
+    def transfer_batch_to_device(self, batch: PackedBatch, device: torch.device, dataloader_idx: int) -> PackedBatch:
+        return batch.to(device, non_blocking=True)
+
+
+class ValidationSums:
+    """Sums over validation rows, float64, in one vector: ranks add theirs once per validation, whatever number of rows each of them has.
+
+    The set of metrics follows from the configuration alone, so that every rank logs the same keys.
+    """
+
+    def __init__(self, module: CSALitModule) -> None:
+        self.module = module
+        learns = module.mode.indexer_loss != "off"
+        self.layers = {layer: attention.ratio for layer, attention in module.decoder.csa_layers()} if learns else {}
+        self.names = ["loss", "tokens", "bytes", "mtp_loss", "mtp_tokens"]
+        self.names += [f"{what}{layer}" for layer in self.layers for what in ("kl", "rows")]
+        self.sums = torch.zeros(len(self.names), dtype=torch.float64)
+
+    def reset(self) -> None:
+        self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=self.module.device)
+
+    def add(self, output: DecoderOutput, batch: PackedBatch) -> None:
+        """Add one row. Only real documents count; the divisors are taken from the rows themselves, not from `batch.step`."""
+        decoder = self.module.decoder
+        zero = batch.tokens.new_zeros(())
+        row = {
+            "loss": cross_entropy_sum(decoder, output.hidden, batch.targets),
+            "tokens": (batch.targets >= 0).sum(),
+            "bytes": zero + batch.target_bytes,
+        }
+        row |= {"mtp_loss": zero, "mtp_tokens": zero}
+        if output.mtp_hidden is not None:
+            row |= {"mtp_loss": cross_entropy_sum(decoder, output.mtp_hidden, batch.mtp_targets), "mtp_tokens": (batch.mtp_targets >= 0).sum()}
+        for record in output.indexer:
+            row |= {f"kl{record.layer}": record.stats.kl_sum, f"rows{record.layer}": record.stats.rows}
+        self.sums += torch.stack([row[name].to(self.sums) for name in self.names])
+
+    def metrics(self, sums: Tensor) -> dict[str, Tensor]:
+        """Metrics of the summed vector: nats per token, bits per byte of text, nats per query row."""
+        total = dict(zip(self.names, sums, strict=True))
+        # Lightning keeps metrics in fp32: one rounding at the end.
+        metrics = {
+            "val/loss": total["loss"] / total["tokens"].clamp(min=1),
+            "val/bits_per_byte": total["loss"] / math.log(2) / total["bytes"].clamp(min=1),
+        }
+        if self.module.config.model.mtp.enabled:
+            metrics["val/mtp_loss"] = total["mtp_loss"] / total["mtp_tokens"].clamp(min=1)
+        if self.layers:
+            per_layer = {layer: total[f"kl{layer}"] / total[f"rows{layer}"].clamp(min=1) for layer in self.layers}
+            metrics["val/indexer_kl"] = torch.stack(list(per_layer.values())).mean()
+            metrics |= {f"val/indexer_kl/layer{layer}": kl for layer, kl in per_layer.items()}
+        return {name: value.float() for name, value in metrics.items()}
+
+
+def build_decoder(config: ExperimentConfig, mode: AttentionMode) -> Decoder:
+    """The decoder on its backend. Raises BackendUnsupported now rather than in the first step, for the device and precision of the trainer."""
+    return Decoder(
+        config.model,
+        get_backend(resolve_backend(config)),
+        device_type=device_type(config),
+        dtype=torch.bfloat16 if config.trainer.precision == "bf16-mixed" else torch.float32,
+        mode=mode,
+    )
+
+
+def device_type(config: ExperimentConfig) -> str:
+    """Where trainer.accelerator will put the model on this machine: "cuda" or "cpu"."""
+    wants_gpu = config.trainer.accelerator in ("gpu", "cuda") or (config.trainer.accelerator == "auto" and torch.cuda.is_available())
+    return "cuda" if wants_gpu else "cpu"
+
+
+def resolve_backend(config: ExperimentConfig) -> str:
+    """The backend's name; `auto` means triton where the model will run on an NVIDIA GPU and unfused elsewhere."""
+    if config.backend.name != "auto":
+        return config.backend.name
+    return "triton" if device_type(config) == "cuda" else "unfused"
+
+
+def freeze(decoder: Decoder, config: ExperimentConfig) -> None:
+    """Switch off the gradient of what stage and teacher do not train: a parameter with a zero gradient would still be moved by weight decay."""
+    learns = config.teacher.name != "none" and config.stage.indexer_loss != "off"
+    if config.stage.train_only_indexer:
+        if not learns or not decoder.csa_layers():
+            raise ConfigError(
+                "stage.train_only_indexer=true trains nothing here: it needs a CSA layer (ratio 4) in model.compress_ratios, "
+                "teacher=full_csa or compressed_only, and stage.indexer_loss=dense or sparse"
+            )
+        decoder.requires_grad_(False)
+    for _, p in decoder.indexer_parameters():
+        p.requires_grad_(learns)
+
+
+def load_initial_weights(decoder: Decoder, path: str | Path) -> None:
+    """Load weights, and nothing else, from a checkpoint of this project (or a plain state dict of the decoder).
+
+    Raises ConfigError, before anything is changed, for a file that cannot be read and for a checkpoint of another model; the message names every key
+    that does not fit.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise ConfigError(f"init_from={path} does not exist; give the path of a checkpoint file") from None
+    except IsADirectoryError:
+        raise ConfigError(f"init_from={path} is a folder; give the path of a checkpoint file") from None
+    except Exception as error:
+        raise ConfigError(f"init_from={path} cannot be read as a checkpoint of tensors and plain values: {error}") from None
+    state = content.get("state_dict", content) if isinstance(content, Mapping) else None
+    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ConfigError(f"init_from={path} holds no state dict; give a checkpoint that a training run wrote")
+    weights = {name.removeprefix("decoder."): value for name, value in state.items()}
+    own = decoder.state_dict()
+    problems = [f"missing {name}" for name in own if name not in weights]
+    problems += [f"unexpected {name}" for name in weights if name not in own]
+    problems += [
+        f"{name} is {list(weights[name].shape)} there and {list(value.shape)} here"
+        for name, value in own.items()
+        if name in weights and weights[name].shape != value.shape
+    ]
+    if problems:
+        raise ConfigError(
+            f"init_from={path} is a checkpoint of another model: {len(problems)} keys do not fit: {'; '.join(problems)}. "
+            "Use the model settings that it was trained with"
+        )
+    decoder.load_state_dict(weights)

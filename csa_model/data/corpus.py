@@ -17,7 +17,7 @@ from csa_model.data.recall import RecallPieces, RecallTokenizer, check_recall, d
 from csa_model.data.stream import PieceSource, ValidationRows
 from csa_model.data.text import TextCorpus, read_stdlib, read_text_files, split_digests, tokenized
 from csa_model.data.token_file import TokenFile, open_token_file, tokenizer_of
-from csa_model.data.tokenizers import SMALLEST_VOCAB, Tokenizer, digest
+from csa_model.data.tokenizers import SMALLEST_VOCAB, BytesTokenizer, Tokenizer, digest
 
 
 @dataclass(frozen=True)
@@ -195,11 +195,7 @@ def _token_corpus(config: DataConfig, token_file: TokenFile, tokenizer: Tokenize
     info = CorpusInfo(
         name=config.name,
         sha256=sha256,
-        tokenizer="none"
-        if tokenizer is None
-        else config.tokenizer.name
-        if config.name != "memmap"
-        else type(tokenizer).__name__.removesuffix("Tokenizer").lower(),
+        tokenizer=_tokenizer_name(tokenizer),
         tokenizer_sha256=None if tokenizer is None else digest(tokenizer),
         vocab_size=vocab,
         documents=len(starts),
@@ -214,6 +210,10 @@ def _token_corpus(config: DataConfig, token_file: TokenFile, tokenizer: Tokenize
         skipped=tuple(skipped),
     )
     return Corpus(train, validation, tokenizer, info)
+
+
+def _tokenizer_name(tokenizer: Tokenizer | None) -> str:
+    return "none" if tokenizer is None else "bytes" if isinstance(tokenizer, BytesTokenizer) else "bpe"
 
 
 def _split(token_file: TokenFile, fraction: float) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:

@@ -20,8 +20,9 @@ from csa_model.data.tokenizers import Tokenizer
 class CSADataModule(L.LightningDataModule):
     """Packed rows of `data.tokens_per_batch` tokens, one per micro-batch and rank.
 
-    A sample is a row. The order is a pure function of (data settings, seed, consumed samples); `state_dict` holds the number of samples whose optimizer
-    step was taken, so prefetched rows and unfinished accumulation groups are read again after a resume, and changing workers or ranks does no harm.
+    A sample is a row. The order is a pure function of (data settings, seed, consumed samples). `state_dict` holds the number of samples whose
+    optimizer step was taken, so prefetched rows and unfinished accumulation groups are read again after a resume, and changing workers or ranks does
+    no harm.
 
     Args:
         config: the data section.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pieces of documents, the plan that packs them into rows, and the packed row itself.
 
-Packing rule of one epoch: the pieces are shuffled, then placed one after the other into the first open row that has room. At most OPEN_ROWS rows are
-open; when none has room the fullest is closed (the older one on a tie). A row without room for the shortest piece closes at once, and rows stand in the
-order in which they closed. A piece is never cut by packing and padding stands at the end of a row only.
+Packing rule of one epoch: the pieces are shuffled, then placed one after the other into the first open row that has room. At most OPEN_ROWS rows
+are open; when none has room the fullest is closed (the older one on a tie). A row without room for the shortest piece closes at once, and rows stand
+in the order in which they closed. A piece is never cut by packing and padding stands at the end of a row only.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class EpochPlan:
 
 
 def plan_epoch(lengths: NDArray[np.integer], row_tokens: int, seed: int, epoch: int) -> EpochPlan:
-    """The packing of one pass over all pieces: a pure function of its arguments, by the rule in the head of this module. No length exceeds row_tokens."""
+    """The packing of one pass over all pieces: a pure function of its arguments, by the rule above. Lengths lie in 1..row_tokens."""
     return plan_rows(lengths, permutation(len(lengths), seed, epoch), row_tokens)
 
 
@@ -126,15 +126,13 @@ def plan_rows(lengths: NDArray[np.integer], order: NDArray[np.int64], row_tokens
     free: list[int] = []
     rows: list[list[int]] = []
     for piece, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        for i, room in enumerate(free):
-            if room >= length:
-                break
-        else:
+        i = next((i for i, room in enumerate(free) if room >= length), len(rows))
+        if i == len(rows):
             if len(rows) == OPEN_ROWS:
                 fullest = free.index(min(free))
                 closed.append(rows.pop(fullest))
                 free.pop(fullest)
-            i = len(rows)
+                i -= 1
             rows.append([])
             free.append(row_tokens)
         rows[i].append(piece)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Synthetic key-value recall: bindings `key value` spread over unpredictable filler, each asked back once at a controlled distance.
 
-A document has one length, max(distances) + 2 + 12 * pairs: enough that a place for every pair always exists. Its keys are distinct. Each pair stands twice:
-the binding, and `distance` tokens later the asked key followed by the value again. Only that second value is a target, predicted at the asked key; all
-other tokens cannot be predicted and do not count, and neither do MTP targets (the token after the value is filler). Distances go round through the list,
-so each is asked equally often over the documents.
+A document has one length, max(distances) + 2 + 12 * pairs: enough that a place for every pair always exists. Its keys are distinct. Each pair stands
+twice: the binding, and `distance` tokens later the asked key followed by the value again. Only that second value is a target, predicted at the asked
+key; all other tokens cannot be predicted and do not count, and neither do MTP targets (the token after the value is filler). Distances go round
+through the list, so each is asked equally often over the documents.
 
 Ids: 0 padding, then the filler, the keys, the values.
 """
@@ -120,7 +120,8 @@ def check_recall(config: RecallConfig, sequence_length: int, vocab_size: int) ->
     vocab = 1 + FILLER + config.key_space + config.value_space
     if vocab > vocab_size:
         raise ConfigError(
-            f"data.recall: {vocab} symbols (1 + {FILLER} filler + key_space + value_space) do not fit model.vocab_size={vocab_size}; legal: >= {vocab}"
+            f"data.recall: {vocab} symbols (1 + {FILLER} filler + key_space + value_space) do not fit model.vocab_size={vocab_size}; "
+            f"legal: >= {vocab}"
         )
 
 

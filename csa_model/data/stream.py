@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The infinite stream of training rows and the loaders' datasets.
 
-Row n of the stream is known from (seed, n) alone: epochs are planned one after the other and each plan is a pure function of (seed, epoch). So a run that
-has consumed c rows continues with row c, whatever its workers, ranks or number of restarts.
+Row n of the stream is known from (seed, n) alone: epochs are planned one after the other and each plan is a pure function of (seed, epoch). So a run
+that has consumed c rows continues with row c, whatever its workers, ranks or number of restarts.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class TrainRows(IterableDataset[PackedBatch]):
 class ValidationRows(IterableDataset[PackedBatch]):
     """The first `limit` rows of the fixed validation packing, shared out over the ranks. `step` counts each row alone.
 
-    Rank r of w takes rows r, r + w, ... Every rank yields equally many, since collectives inside a forward pass would hang otherwise: where the rows do
-    not divide, the last ranks get a row of padding, which counts nothing. So no sample is seen twice and none is lost, whatever the world size.
+    Rank r of w takes rows r, r + w, ... Every rank yields equally many, since collectives inside a forward pass would hang otherwise: where the rows
+    do not divide, the last ranks get a row of padding, which counts nothing. So no sample is seen twice and none is lost, whatever the world size.
     """
 
     def __init__(self, source: PieceSource, row_tokens: int, ratios: Sequence[int], limit: int, rank: int = 0, world_size: int = 1) -> None:

@@ -56,7 +56,10 @@ def read_stdlib() -> TextCorpus:
 
 
 def read_text_files(path: str | Path) -> TextCorpus:
-    """One text file, or every text file below a folder. Hidden, empty, binary and undecodable files are skipped and named. ConfigError if nothing is left."""
+    """One text file, or every text file below a folder. Hidden, empty, binary and undecodable files are skipped and named.
+
+    ConfigError when nothing is left.
+    """
     path = Path(path)
     if not path.exists():
         raise ConfigError(f"data.path={path} does not exist; legal: a text file, or a folder of text files (UTF-8)")
@@ -89,8 +92,8 @@ def split_digests(digests: Sequence[bytes], fraction: float) -> list[bool]:
 def tokenized(corpus: TextCorpus, config: DataConfig) -> tuple[TokenFile, Tokenizer]:
     """Tokens of the corpus, training documents first, and the tokenizer, trained on these alone. Both from data.cache_dir if they are there.
 
-    The cache folder is named by a hash of all it depends on and appears as a whole or not at all, so parallel jobs and crashes never leave a half one. A
-    folder that fails its checksums is built again.
+    The cache folder is named by a hash of all it depends on and appears as a whole or not at all, so parallel jobs and crashes never leave a half one.
+    A folder that fails its checksums is built again.
     """
     settings = [CACHE_VERSION, corpus.sha256, config.tokenizer.name, config.tokenizer.vocab_size, config.validation_fraction]
     key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]

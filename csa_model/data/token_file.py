@@ -34,7 +34,7 @@ from csa_model.config import ConfigError
 from csa_model.data.tokenizers import END_OF_TEXT, Tokenizer, digest, load_tokenizer
 
 FORMAT = "csa-tokens-1"
-DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+DTYPES: dict[str, np.dtype[np.unsignedinteger]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 REQUIRED = ("format", "dtype", "tokens", "vocab", "eos", "sha256")
 CHUNK = 1 << 22  # ids read at a time
 
@@ -126,7 +126,8 @@ def tokenizer_of(token_file: TokenFile) -> Tokenizer | None:
         raise ConfigError(f"{path} is not the tokenizer that made {token_file.path}: its sha256 differs from the one in the side-car")
     if tokenizer.vocab_size != sidecar.vocab or tokenizer.eos != sidecar.eos:
         raise ConfigError(
-            f"{path} has {tokenizer.vocab_size} ids and eos {tokenizer.eos}, but the side-car of {token_file.path} says vocab={sidecar.vocab} eos={sidecar.eos}"
+            f"{path} has {tokenizer.vocab_size} ids and eos {tokenizer.eos}, "
+            f"but the side-car of {token_file.path} says vocab={sidecar.vocab} eos={sidecar.eos}"
         )
     return tokenizer
 

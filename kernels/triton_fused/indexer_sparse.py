@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KL from the teacher to the indexer over selected entries, and its gradient to index_q, index_k, index_w; the scores are recomputed.
+
+One program: one query row. It scores the selected entries, turns the row into d loss / d score = softmax - teacher, and walks the entries again
+for the gradients. Sums over query rows (d index_k) go through fp32 additions in memory, or, deterministic, through integer ones, whose order
+does not matter.
+
+Legend: R query rows, K slots of the support, C compressed entries of the whole row, HI index heads, DI index head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.triton_fused.teacher import safe_top
+
+
+@dataclass(frozen=True)
+class LossTiling:
+    """Heads x keys of one product, warps and pipeline stages."""
+
+    heads: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def loss_tiling(heads: int, head_dim: int, dtype: torch.dtype) -> LossTiling:
+    """Measured on an H200 with Triton 3.6.0 for 64 heads of 128; the others keep the accumulators within the registers."""
+    padded = max(16, triton.next_power_of_2(heads))
+    dim = max(16, triton.next_power_of_2(head_dim))
+    if dtype == torch.float32:
+        return LossTiling(16, 16, 4, 1)
+    if padded <= 32:
+        return LossTiling(padded, 64 if dim <= 128 else 32, 4, 2)
+    return LossTiling(64, 64 if dim <= 128 else 32, 4 if dim <= 128 else 8, 2 if dim <= 128 else 1)
+
+
+@triton.jit
+def gather_keys(SUPPORT, KEYS, row, n, first, end, K, DI: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):
+    """ids [BLOCK_N], their validity and their keys [BLOCK_N, BLOCK_D], 0 where invalid."""
+    slot = n + tl.arange(0, BLOCK_N)
+    dim = tl.arange(0, BLOCK_D)
+    ids = tl.load(SUPPORT + row * K + slot, mask=slot < K, other=-1)
+    valid = (ids >= first) & (ids < end)
+    k = tl.load(KEYS + ids.to(tl.int64)[:, None] * DI + dim[None, :], mask=valid[:, None] & (dim < DI)[None, :], other=0.0)
+    return ids, valid, k
+
+
+@triton.jit
+def head_block(Q, WEIGHTS, row, h0: tl.constexpr, HI: tl.constexpr, DI: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Index queries [BLOCK_H, BLOCK_D] and weights [BLOCK_H] of the heads from h0, 0 beyond the last."""
+    head = h0 + tl.arange(0, BLOCK_H)
+    dim = tl.arange(0, BLOCK_D)
+    q = tl.load(Q + row * (HI * DI) + head[:, None] * DI + dim[None, :], mask=(head < HI)[:, None] & (dim < DI)[None, :], other=0.0)
+    return q, tl.load(WEIGHTS + row * HI + head, mask=head < HI, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def loss_kernel(
+    Q,
+    KEYS,
+    WEIGHTS,
+    SUPPORT,
+    TEACHER,
+    ENTRY_START,
+    VISIBLE,
+    GRAD,
+    UNIT,
+    SCRATCH,
+    KL,
+    D_Q,
+    D_KEYS,
+    D_WEIGHTS,
+    rows,
+    C,
+    K,
+    HI: tl.constexpr,
+    DI: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WITH_GRAD: tl.constexpr,
+    DETERMINISTIC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    row = (rows - 1 - tl.program_id(0)).to(tl.int64)  # long rows first
+    first = tl.load(ENTRY_START + row)
+    end = tl.minimum(first + tl.load(VISIBLE + row), C)
+    slot = tl.arange(0, BLOCK_K)
+    all_ids = tl.load(SUPPORT + row * K + slot, mask=slot < K, other=-1)
+    present = (all_ids >= first) & (all_ids < end)
+    extent = tl.max(tl.where(present, slot + 1, 0), 0)
+    if HI <= BLOCK_H:
+        q, w = head_block(Q, WEIGHTS, row, 0, HI, DI, BLOCK_H, BLOCK_D)
+    for n in range(0, extent, BLOCK_N):
+        ids, valid, k = gather_keys(SUPPORT, KEYS, row, n, first, end, K, DI, BLOCK_D, BLOCK_N)
+        score = tl.zeros([BLOCK_N], tl.float32)
+        for h0 in tl.static_range(0, HI, BLOCK_H):
+            if HI > BLOCK_H:
+                q, w = head_block(Q, WEIGHTS, row, h0, HI, DI, BLOCK_H, BLOCK_D)
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            score += tl.sum(tl.maximum(s, 0.0) * w[:, None], 0)
+        tl.store(SCRATCH + row * K + n + tl.arange(0, BLOCK_N), score, mask=n + tl.arange(0, BLOCK_N) < K)
+    tl.debug_barrier()  # the row was written by other threads of this program
+    score = tl.load(SCRATCH + row * K + slot, mask=present, other=float("-inf"))
+    high = safe_top(tl.max(score, 0))
+    spread = tl.exp(score - high)
+    total = tl.sum(spread, 0)
+    weight = tl.load(TEACHER + row * K + slot, mask=present, other=0.0)
+    mass = tl.sum(weight, 0)
+    teacher = tl.where(mass > 0.0, weight / tl.where(mass > 0.0, mass, 1.0), 0.0)
+    some = teacher > 0.0
+    log_student = tl.where(present, score - high - tl.log(total), 0.0)
+    kl = tl.where(some, teacher * (tl.log(tl.where(some, teacher, 1.0)) - log_student), 0.0)
+    tl.store(KL + row, tl.sum(kl, 0))
+    if WITH_GRAD:
+        # a row without any teacher gives no gradient: softmax - 0 would push every score
+        grad = tl.where(mass > 0.0, tl.load(GRAD).to(tl.float32), 0.0)
+        d_score = tl.where(present, (spread / tl.where(total > 0.0, total, 1.0) - teacher) * grad, 0.0)
+        tl.store(SCRATCH + row * K + slot, d_score, mask=slot < K)
+        tl.debug_barrier()
+        if DETERMINISTIC:
+            unit = tl.load(UNIT)
+        dim = tl.arange(0, BLOCK_D)
+        for h0 in tl.static_range(0, HI, BLOCK_H):
+            if HI > BLOCK_H:
+                q, w = head_block(Q, WEIGHTS, row, h0, HI, DI, BLOCK_H, BLOCK_D)
+            dq = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+            # summed over keys once at the end: a sum across warps per tile costs a quarter of the time
+            d_weight = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
+            for n in range(0, extent, BLOCK_N):
+                ids, valid, k = gather_keys(SUPPORT, KEYS, row, n, first, end, K, DI, BLOCK_D, BLOCK_N)
+                g = tl.load(SCRATCH + row * K + n + tl.arange(0, BLOCK_N), mask=valid, other=0.0)
+                s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+                d_weight += tl.maximum(s, 0.0) * g[None, :]
+                ds = tl.where(s > 0.0, w[:, None] * g[None, :], 0.0).to(k.dtype)
+                dq = tl.dot(ds, k, dq, input_precision=PRECISION)
+                dk = tl.dot(tl.trans(ds), q, input_precision=PRECISION)
+                address = D_KEYS + ids.to(tl.int64)[:, None] * DI + dim[None, :]
+                mask = valid[:, None] & (dim < DI)[None, :]
+                if DETERMINISTIC:
+                    tl.atomic_add(address, (dk * unit).to(tl.int64), mask=mask, sem="relaxed")
+                else:
+                    tl.atomic_add(address, dk, mask=mask, sem="relaxed")
+            head = h0 + tl.arange(0, BLOCK_H)
+            mask = (head < HI)[:, None] & (dim < DI)[None, :]
+            tl.store(D_Q + row * (HI * DI) + head[:, None] * DI + dim[None, :], dq.to(D_Q.dtype.element_ty), mask=mask)
+            tl.store(D_WEIGHTS + row * HI + head, tl.sum(d_weight, 1).to(D_WEIGHTS.dtype.element_ty), mask=head < HI)
+
+
+def integer_unit(index_q: Tensor, index_w: Tensor, grad: Tensor) -> Tensor:
+    """fp32 []: a power of two by which every contribution to d index_k can be multiplied so that no sum over all rows leaves int64.
+
+    A contribution is at most HI * max|w| * max|q| * |grad|, since |softmax - teacher| <= 1.
+    """
+    rows, heads = index_w.shape
+    largest = index_w.abs().amax().double() * index_q.abs().amax().double() * grad.abs().double() * (heads * max(1, rows))
+    exponent = torch.floor(torch.log2(2.0**62 / largest.clamp(min=2.0**-60)))
+    return torch.exp2(exponent.clamp(-126, 126)).float()
+
+
+@dataclass(frozen=True)
+class IndexerGradients:
+    """d index_q and d index_w in the dtype of their tensors, d index_k in the dtype of index_k."""
+
+    index_q: Tensor
+    index_k: Tensor
+    index_w: Tensor
+
+
+def sparse_loss(
+    index_q: Tensor,
+    index_k: Tensor,
+    index_w: Tensor,
+    support: Tensor,
+    teacher: Tensor,
+    entry_start: Tensor,
+    visible: Tensor,
+    grad: Tensor | None = None,
+    deterministic: bool = False,
+    tiling: LossTiling | None = None,
+) -> tuple[Tensor, IndexerGradients | None]:
+    """KL per row fp32 [R], and the gradients for an incoming gradient `grad` [] of their sum (None without one).
+
+    Args:
+        index_q: [R, HI, DI]; index_k: [C, DI]; index_w: [R, HI].
+        support: int32 [R, K], any order, holes allowed; entry_start, visible: int32 [R].
+        teacher: fp32 [R, K], nonnegative weights of any sum; what stands in invalid slots is not read.
+    """
+    rows, heads, dim = index_q.shape
+    slots = support.shape[1]
+    kl = torch.zeros(rows, dtype=torch.float32, device=index_q.device)
+    gradients = None
+    sums = index_k
+    unit = kl
+    if grad is not None:
+        deterministic = deterministic and rows > 0 and index_q.numel() > 0
+        unit = integer_unit(index_q, index_w, grad) if deterministic else grad
+        sums = torch.zeros(index_k.shape, dtype=torch.int64 if deterministic else torch.float32, device=index_k.device)
+    if rows == 0 or slots == 0 or index_k.shape[0] == 0:
+        if grad is not None:
+            gradients = IndexerGradients(torch.zeros_like(index_q), torch.zeros_like(index_k), torch.zeros_like(index_w))
+        return kl, gradients
+    tiles = tiling or loss_tiling(heads, dim, index_q.dtype)
+    d_q = index_q if grad is None else torch.empty_like(index_q)
+    d_w = index_w if grad is None else torch.empty_like(index_w)
+    scratch = torch.empty(rows, slots, dtype=torch.float32, device=index_q.device)
+    loss_kernel[(rows,)](
+        index_q,
+        index_k,
+        index_w,
+        support,
+        teacher,
+        entry_start,
+        visible,
+        kl if grad is None else grad,
+        unit,
+        scratch,
+        kl,
+        d_q,
+        sums,
+        d_w,
+        rows,
+        index_k.shape[0],
+        slots,
+        HI=heads,
+        DI=dim,
+        BLOCK_H=tiles.heads,
+        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        BLOCK_N=tiles.keys,
+        BLOCK_K=max(16, triton.next_power_of_2(slots)),
+        WITH_GRAD=grad is not None,
+        DETERMINISTIC=deterministic and grad is not None,
+        PRECISION="ieee" if index_q.dtype == torch.float32 else "tf32",
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    if grad is not None:
+        d_k = (sums.double() / unit.double()) if deterministic else sums
+        gradients = IndexerGradients(d_q, d_k.to(index_k.dtype), d_w)
+    return kl, gradients

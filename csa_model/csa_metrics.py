@@ -59,7 +59,7 @@ class RowMetrics:
 
 
 def sample_rows(layout: PackedLayout, ratio: int, count: int | None, generator: torch.Generator | None = None) -> Tensor:
-    """Query rows with at least one visible entry, int64 [R] ascending on the CPU: all of them for `count` None, else at most `count` without replacement.
+    """Query rows with at least one visible entry, int64 [R] ascending on the CPU: all for `count` None, else at most `count` without replacement.
 
     The sample is uniform, not strided: a stride that shares a factor with the ratio would always meet the same place inside a block.
     """
@@ -94,7 +94,7 @@ def row_metrics(
 
 
 def concatenate(metrics: Iterable[RowMetrics]) -> RowMetrics:
-    """One RowMetrics out of several of the same layer and names (several packed rows); `rows` keep their packed-row indices. Empty parts are dropped."""
+    """One RowMetrics out of those of one layer on several packed rows; `rows` keep their packed-row indices. Empty parts are dropped."""
     parts = [part for part in metrics if part.rows.numel()]
     if not parts:
         return RowMetrics(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32), {})
@@ -108,7 +108,7 @@ def concatenate(metrics: Iterable[RowMetrics]) -> RowMetrics:
 def summarise(metrics: RowMetrics) -> dict[str, tuple[float, int]]:
     """Mean over the rows where a value is defined, and their number; a name without any such row is left out.
 
-    Adds `captured_<teacher>` = 1 - mean KL / mean KL of a uniform student (left out where the teacher itself is uniform): 0 knows nothing, 1 is perfect.
+    Adds `captured_<teacher>` = 1 - mean KL / mean KL of a uniform student, left out where the teacher is uniform: 0 knows nothing, 1 is perfect.
     """
     means: dict[str, tuple[float, int]] = {}
     for name, value in metrics.values.items():
@@ -132,7 +132,7 @@ def _chunk_metrics(captured: CapturedLayer, rows: Tensor, topk: Sequence[int], s
     layout, ratio = captured.layout, captured.ratio
     dtype = torch.float64 if captured.q.dtype == torch.float64 else torch.float32
     count = layout.visible_compressed(ratio)[rows].long()
-    start = layout.compressed_cu_seqlens(ratio)[layout.document_of_token[rows].clamp(min=0).long()].long()
+    start = layout.entry_start(ratio)[rows].long()
     # sorted rows read neighbouring entries: one slice of the keys serves the chunk
     low, high = (int(start.min()), int((start + count).max())) if rows.numel() else (0, 0)
     high = max(low, high)
@@ -169,8 +169,8 @@ def _chunk_metrics(captured: CapturedLayer, rows: Tensor, topk: Sequence[int], s
     out = attend(visible) if output_error else None
     for k in topk:
         selects = count > k  # the other rows take everything, whoever ranks
-        student = _first(order_student, k) & visible
-        best = {name: _first(order[name], k) & visible for name in TEACHERS}
+        student = _first(order_student, k)
+        best = {name: _first(order[name], k) for name in TEACHERS}
         at_k: dict[str, Tensor] = {}
         for name, teacher in teachers.items():
             at_k[f"recall_{name}@{k}"] = (student & best[name]).sum(dim=-1).to(dtype) / k

@@ -3,7 +3,7 @@
 
     python -m eval.ab_report RUNS... --out DIR
 
-RUNS are run folders or folders that hold some. Writes report.md, differences.csv, report.json, curves.png and differences.png to DIR.
+RUNS are run folders or folders that hold some. Writes report.md, differences.csv, report.json, curves.png and differences_<arm>_<arm>.png to DIR.
 Stops with the names of the offenders when a run is unfinished or failed, or when a pair differs in more than its teacher.
 """
 
@@ -27,9 +27,8 @@ from eval.statistics import PairedDifference, paired_difference
 METRICS = {
     "val/loss": ("validation loss", "nats/token", "neutral"),
     "val/bits_per_byte": ("bits per byte", "bits", "neutral"),
-    "indexer/kl_full_csa": ("KL(full_csa || student)", "nats/row", "favours full_csa by construction"),
-    "indexer/kl_compressed_only": ("KL(compressed_only || student)", "nats/row", "favours compressed_only by construction"),
-    "indexer/captured": ("captured, 1 - KL / KL of uniform", "share", "see the metric's definition in the run"),
+    "indexer/kl_full_csa": ("KL from full_csa to the student", "nats/row", "favours full_csa by construction"),
+    "indexer/kl_compressed_only": ("KL from compressed_only to the student", "nats/row", "favours compressed_only by construction"),
     "indexer/recall_at_k": ("recall at k of full_csa's top-k", "share", "favours full_csa by construction"),
     "indexer/mass_at_k": ("full_csa teacher mass at k", "probability", "favours full_csa by construction"),
     "indexer/entropy": ("entropy of the student", "nats", "descriptive"),
@@ -38,6 +37,12 @@ METRICS = {
     "attn/mass_window": ("attention mass on the window", "probability", "descriptive"),
     "attn/mass_sink": ("attention mass on the sink", "probability", "descriptive"),
 }
+# these refer to each arm's own teacher or to a single batch: a difference between arms would mean nothing
+NOT_COMPARABLE = re.compile(r"indexer/(kl|kl_uniform|captured|grad_norm)(/|$)")
+COMPARABLE = re.compile(r"(indexer|attn|teacher|val|eval)/")
+# of an evaluation's figures the report shows these; differences.csv has all
+EVALUATION_TABLE = re.compile(r"eval/(loss_|bits_per_byte_|kl_dense_sparse|accuracy_|output_error@|(recall|mass)_(full_csa|compressed_only)@|tv$)")
+LAYER_TABLE = re.compile(r"((indexer/(recall_at_k|kl_full_csa|kl_compressed_only)|teacher/tv)/layer|eval/layer\d+/(output_error|recall_full_csa)@)")
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or folders that hold some")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder of the report, made if absent")
     parser.add_argument("--confidence", type=float, default=0.95, help="confidence of the intervals (default 0.95)")
-    parser.add_argument("--skip-refused", action="store_true", help="leave unfinished and failed runs out (the report names them) instead of stopping")
+    parser.add_argument(
+        "--skip-refused", action="store_true", help="leave unfinished and failed runs out (the report names them) instead of stopping"
+    )
     options = parser.parse_args(arguments)
     try:
         if not 0 < options.confidence < 1:
@@ -96,7 +103,8 @@ def write_report(paths: Sequence[Path], out: Path, confidence: float = 0.95, ski
     comparisons = compare(pairs, confidence)
     out.mkdir(parents=True, exist_ok=True)
     plot_curves(runs, out / "curves.png")
-    plot_differences(pairs, confidence, out / "differences.png")
+    for arms, members in pairs.items():
+        plot_differences(arms, members, confidence, out / _figure(arms))
     _write_tables(runs, comparisons, out)
     (out / "report.md").write_text(_markdown(runs, pairs, comparisons, refused, confidence))
     return comparisons
@@ -108,7 +116,7 @@ def compare(pairs: Mapping[tuple[str, str], Sequence[tuple[Run, Run]]], confiden
     for (first_arm, second_arm), members in pairs.items():
         names = dict.fromkeys([*METRICS, *sorted({name for pair in members for run in pair for name in (*run.curves, *run.evaluation)})])
         for metric in names:
-            if not (metric in METRICS or metric.startswith(("indexer/", "attn/", "teacher/", "val/", "eval/"))):
+            if NOT_COMPARABLE.match(metric) or not COMPARABLE.match(metric):
                 continue
             found = [(a.seed, a.final(metric), b.final(metric)) for a, b in members]
             both = [(seed, x, y) for seed, x, y in found if x is not None and y is not None]
@@ -147,14 +155,18 @@ def _markdown(
     lines = [
         f"# Comparison of teachers: {', '.join(dict.fromkeys(run.arm for run in runs))}",
         "",
-        f"model {config.get('model.name')}, data {config.get('data.name')}, backend {config.get('backend.name')}, stage {config.get('stage.name')}, "
-        f"{runs[0].steps} logged steps, top-k {config.get('model.index_topk')}. Paired by seed; corpus, initial weights, data order and config were checked to be equal.",
+        f"model {config.get('model.name')}, data {config.get('data.name')}, backend {config.get('backend.name')}, "
+        f"stage {config.get('stage.name')}, "
+        f"{runs[0].steps} steps, top-k {config.get('model.index_topk')}. Paired by seed; corpus, initial weights, data order and config are equal (checked).",
         "",
     ]
     if most == 1:
         lines += ["**One seed per arm. No interval can be given: a difference below may be nothing but the spread between seeds.**", ""]
     elif most < 4:
-        lines += [f"{most} paired seeds: the intervals rest on {most - 1} degree{'s' if most > 2 else ''} of freedom and are wide for that reason.", ""]
+        lines += [
+            f"{most} paired seeds: the intervals rest on {most - 1} degree{'s' if most > 2 else ''} of freedom and are wide for that reason.",
+            "",
+        ]
     lines += ["## Runs", "", "| arm | seed | validation loss | bits per byte | folder |", "|---|---|---|---|---|"]
     for run in sorted(runs, key=lambda r: (r.arm, r.seed)):
         lines.append(f"| {run.arm} | {run.seed} | {_number(run.final('val/loss'))} | {_number(run.final('val/bits_per_byte'))} | `{run.path}` |")
@@ -164,7 +176,7 @@ def _markdown(
         lines.append(f"| {arm} | {len(losses)} | {fmean(losses):.5g} | {f'{stdev(losses):.2g}' if len(losses) > 1 else 'one seed'} |")
     for arms in pairs:
         lines += _pair_section(arms, [c for c in comparisons if (c.first_arm, c.second_arm) == arms], confidence)
-    lines += ["", "## Curves", "", "![overlaid curves](curves.png)", "", "![paired differences](differences.png)", "", "## How to read this", ""]
+    lines += ["", "## Curves", "", "![overlaid curves](curves.png)", "", "## How to read this", ""]
     judged = [c for c in comparisons if c.difference.n > 1]
     if judged:
         hits = sum(c.difference.excludes_zero for c in judged)
@@ -173,9 +185,11 @@ def _markdown(
             f"{len(judged) * (1 - confidence):.1f} would by chance, and many of these yardsticks move together. Fix the yardstick before looking."
         )
     lines += [
-        "- \"No difference seen\" is not \"no difference\": the interval says how large a difference these runs would leave room for.",
-        "- Recall, mass and KL against a teacher favour the arm trained on that teacher. Loss, KL(dense || sparse) and attention-output error favour neither.",
-        "- The training losses of the indexers (indexer/kl) are not comparable across arms: their targets differ in entropy.",
+        '- "No difference seen" is not "no difference": the interval says how large a difference these runs would leave room for.',
+        "- Recall, mass and KL against a teacher favour the arm trained on it. Loss, KL(dense || sparse) and attention-output error favour neither.",
+        "- The indexers' training losses (indexer/kl), indexer/kl_uniform and indexer/captured refer to each arm's own teacher and are left out.",
+        "- indexer/* and teacher/tv of a sparse stage range over the entries that the arm itself selected, recall and mass over all visible ones; "
+        "eval/* range over all visible entries in every arm.",
         "- The seed stands for initial weights and data order together; inference reaches this model size and corpus, no further.",
     ]
     notes = surrounding_differences(runs)
@@ -191,16 +205,28 @@ def _markdown(
 def _pair_section(arms: tuple[str, str], comparisons: Sequence[Comparison], confidence: float) -> list[str]:
     first, second = arms
     header = f"| yardstick | unit | {first} | {second} | difference | {confidence:.0%} interval | n | what it says | note |"
-    lines = ["", f"## {first} - {second}", "", f"Last values; difference = {first} minus {second}, mean over paired seeds.", "", header, "|---" * 9 + "|"]
+    lines = [
+        "",
+        f"## {first} - {second}",
+        "",
+        f"Last values; difference = {first} minus {second}, mean over paired seeds.",
+        "",
+        header,
+        "|---" * 9 + "|",
+    ]
     for c in comparisons:
-        if "/layer" in c.metric or c.metric not in METRICS and not c.metric.startswith("eval/"):
+        if "/layer" in c.metric or (c.metric not in METRICS and not c.metric.startswith("eval/")):
             continue
         name, unit, note = METRICS.get(c.metric) or (c.metric, "", _evaluation_note(c.metric))
         lines.append(_row(c, f"{name} | {unit}", note))
-    layers = [c for c in comparisons if re.search(r"(recall_at_k|kl_full_csa|kl_compressed_only|teacher/tv)/layer|/layer\d+/output_error@", c.metric)]
+    layers = [c for c in comparisons if LAYER_TABLE.match(c.metric)]
     if layers:
         lines += ["", "By layer:", "", header.replace("| note |", "|"), "|---" * 8 + "|", *(_row(c, f"{c.metric} | ", None) for c in layers)]
-    return lines
+    return [*lines, "", f"![{first} minus {second} over training]({_figure(arms)})"]
+
+
+def _figure(arms: tuple[str, str]) -> str:
+    return f"differences_{arms[0]}_{arms[1]}.png"
 
 
 def _row(c: Comparison, head: str, note: str | None) -> str:

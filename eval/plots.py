@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from eval.runs import Curve, Run
 from eval.statistics import paired_difference
@@ -38,7 +40,9 @@ def plot_curves(runs: Sequence[Run], path: Path) -> None:
             colour, dash = _style(arm, index)
             curves = [run.curves[metric] for run in runs if run.arm == arm and run.curves.get(metric)]
             for curve in curves:
-                axes.plot(list(curve), list(curve.values()), dash, color=colour, lw=0.8 if len(curves) > 1 else 1.8, alpha=0.5 if len(curves) > 1 else 1)
+                axes.plot(
+                    list(curve), list(curve.values()), dash, color=colour, lw=0.8 if len(curves) > 1 else 1.8, alpha=0.5 if len(curves) > 1 else 1
+                )
             if len(curves) > 1:
                 steps = common_steps(curves)
                 axes.plot(steps, [np.mean([curve[step] for curve in curves]) for step in steps], dash, color=colour, lw=2)
@@ -49,24 +53,28 @@ def plot_curves(runs: Sequence[Run], path: Path) -> None:
     _panels(draw, "Arms overlaid; thin lines are seeds, thick lines their mean", path, signed=False)
 
 
-def plot_differences(pairs: Mapping[tuple[str, str], Sequence[tuple[Run, Run]]], confidence: float, path: Path) -> None:
+def plot_differences(arms: tuple[str, str], pairs: Sequence[tuple[Run, Run]], confidence: float, path: Path) -> None:
     """Mean paired difference over training with its interval over seeds; with one seed only the difference, and the legend says so."""
+    first, second = arms
 
     def draw(axes: Axes, metric: str) -> bool:
-        for index, ((first, second), members) in enumerate(pairs.items()):
-            curves = [(a.curves[metric], b.curves[metric]) for a, b in members if a.curves.get(metric) and b.curves.get(metric)]
-            if not curves:
-                continue
-            steps = common_steps([curve for pair in curves for curve in pair])
-            differences = [paired_difference([a[s] for a, _ in curves], [b[s] for _, b in curves], confidence) for s in steps]
-            colour = [*(style[0] for style in STYLES.values()), SPARE[0][0]][index % 4]
-            note = f"{len(curves)} seeds, {confidence:.0%} interval" if len(curves) > 1 else "ONE seed, no interval"
-            axes.plot(steps, [d.mean for d in differences], color=colour, lw=1.8, marker="o", ms=3, label=f"{first} - {second}\n({note})")
-            if len(curves) > 1:
-                axes.fill_between(steps, [d.low or 0 for d in differences], [d.high or 0 for d in differences], color=colour, alpha=0.18, lw=0)
-        return bool(axes.lines)
+        curves = [(a.curves[metric], b.curves[metric]) for a, b in pairs if a.curves.get(metric) and b.curves.get(metric)]
+        steps = [
+            s for s in common_steps([curve for pair in curves for curve in pair]) if all(math.isfinite(curve[s]) for pair in curves for curve in pair)
+        ]
+        if not steps:
+            return False
+        for a, b in curves if len(curves) > 1 else ():
+            axes.plot(steps, [a[s] - b[s] for s in steps], color="#888888", lw=0.8, alpha=0.7)
+        differences = [paired_difference([a[s] for a, _ in curves], [b[s] for _, b in curves], confidence) for s in steps]
+        label = f"mean of {len(curves)} paired seeds" if len(curves) > 1 else "ONE seed: no interval"
+        axes.plot(steps, [d.mean for d in differences], color="black", lw=1.8, marker="o", ms=3, label=label)
+        if len(curves) > 1:
+            low, high = [d.low for d in differences], [d.high for d in differences]
+            axes.fill_between(steps, low, high, color="#56B4E9", alpha=0.35, lw=0, label=f"{confidence:.0%} interval (Student t)")  # type: ignore[arg-type]
+        return True
 
-    _panels(draw, "Paired differences between arms (same seed, corpus, initial weights, data order)", path, signed=True)
+    _panels(draw, f"{first} minus {second}, same seed, corpus, initial weights and data order; thin lines are seeds", path, signed=True)
 
 
 def plot_evaluation(yardsticks: Mapping[str, float], layers: Sequence[int], topk: Sequence[int], path: Path) -> None:
@@ -80,7 +88,15 @@ def plot_evaluation(yardsticks: Mapping[str, float], layers: Sequence[int], topk
             for axes, name in ((recall, f"recall_{teacher}"), (mass, f"mass_{teacher}")):
                 _over_k(axes, yardsticks, f"layer{layer}/{name}", topk, f"layer {layer}, {teacher}", color=colour, ls=dash, marker=marker)
             _over_k(
-                error, yardsticks, f"layer{layer}/output_error_{teacher}", topk, f"layer {layer}, {teacher}'s own", color=colour, ls=dash, marker=marker, alpha=0.45
+                error,
+                yardsticks,
+                f"layer{layer}/output_error_{teacher}",
+                topk,
+                f"layer {layer}, {teacher}'s own",
+                color=colour,
+                ls=dash,
+                marker=marker,
+                alpha=0.45,
             )
         _over_k(error, yardsticks, f"layer{layer}/output_error", topk, f"layer {layer}, student", color="black", ls="-", marker=marker)
     _over_k(cost, yardsticks, "kl_dense_sparse", topk, "KL(dense || sparse)", color="#0072B2", marker="o")
@@ -126,6 +142,7 @@ def _panels(draw: Callable[[Axes, str], bool], title: str, path: Path, signed: b
         axes.set_title(name, fontsize=11)
         axes.set_ylabel(f"{'difference, ' if signed else ''}{unit}")
         axes.set_xlabel("optimizer step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         if not drawn:
             axes.text(0.5, 0.5, f"{metric} was not logged", ha="center", transform=axes.transAxes)

@@ -21,7 +21,7 @@ import yaml
 Curve = dict[int, float]  # step -> value
 ARMS = ("none", "compressed_only", "full_csa")  # the order of differences: an earlier arm minus a later one
 # config keys that may differ between runs that are compared: names and places, nothing that reaches the mathematics
-FREE_KEYS = ("teacher.name", "run_dir", "ckpt_path", "init_from", "task", "logger", "data.cache_dir", "trainer.enable_progress_bar")
+FREE_KEYS = ("teacher.name", "runs_dir", "run_dir", "ckpt_path", "init_from", "task", "logger", "data.cache_dir", "trainer.enable_progress_bar")
 SEED_KEYS = ("seed", "data_seed")
 
 
@@ -31,7 +31,7 @@ class ReportError(ValueError):
 
 @dataclass(frozen=True)
 class Run:
-    """One finished run. curves: metric name -> step -> value; evaluation: the summary that `eval.evaluate` left in the folder, flattened, or empty."""
+    """One finished run. curves: metric name -> step -> value; evaluation: figures that `eval.evaluate` left for last.ckpt, or empty."""
 
     path: Path
     arm: str
@@ -40,11 +40,13 @@ class Run:
     summary: Mapping[str, Any]
     curves: Mapping[str, Curve]
     evaluation: Mapping[str, float]
+    evaluated_on: Mapping[str, Any]  # settings and step of that evaluation
     surroundings: Mapping[str, Any]  # code and environment, flattened
 
     @property
     def steps(self) -> int:
-        return max((step for curve in self.curves.values() for step in curve), default=0)
+        """Optimizer steps taken."""
+        return int(self.summary["steps"])
 
     def final(self, metric: str) -> float | None:
         """The last logged value of `metric`, or the value of the evaluation; None where there is none or it is not finite."""
@@ -85,7 +87,7 @@ def read_run(folder: Path) -> Run:
     for key in ("teacher.name", "seed", "trainer.max_steps"):
         if key not in flat:
             raise ReportError(f"{folder}: config.yaml has no key {key}")
-    missing = [key for key in ("corpus_sha256", "initial_weights_sha256", "data_order") if key not in summary]
+    missing = [key for key in ("status", "steps", "corpus_sha256", "initial_weights_sha256", "data_order") if key not in summary]
     if missing:
         raise ReportError(f"{folder}: summary.json lacks {', '.join(missing)}, without which a fair pair cannot be proven")
     curves = read_metrics(folder / "metrics.csv")
@@ -94,16 +96,18 @@ def read_run(folder: Path) -> Run:
         raise ReportError(f"{folder}: metrics.csv has no val/loss")
     if not math.isfinite(validation[max(validation)]):
         raise ReportError(f"{folder}: failed run, its last val/loss is {validation[max(validation)]}")
-    evaluation_file = folder / "eval" / "evaluation.json"
-    evaluation = {}
+    evaluation_file = folder / "eval" / "last" / "evaluation.json"
+    evaluation, evaluated_on = {}, {}
     if evaluation_file.is_file():
-        yardsticks = flatten(_read_json(evaluation_file).get("yardsticks", {}))
-        evaluation = {f"eval/{name}": float(value) for name, value in yardsticks.items() if isinstance(value, (int, float))}
-    surroundings = {}
+        content = _read_json(evaluation_file)
+        evaluation = {f"eval/{name}": float(value) for name, value in content.get("yardsticks", {}).items()}
+        evaluated_on = flatten(content.get("settings", {})) | {"step": content.get("step")}
+    surroundings: dict[str, Any] = {}
     for name in ("git", "environment"):
         if (folder / f"{name}.json").is_file():
             surroundings |= flatten(_read_json(folder / f"{name}.json"), name)
-    return Run(folder, str(flat["teacher.name"]), int(flat["seed"]), flat, summary, curves, evaluation, surroundings)
+    surroundings.pop("environment.command", None)  # it names the arm
+    return Run(folder, str(flat["teacher.name"]), int(flat["seed"]), flat, summary, curves, evaluation, evaluated_on, surroundings)
 
 
 def read_metrics(path: Path) -> dict[str, Curve]:
@@ -124,7 +128,10 @@ def read_metrics(path: Path) -> dict[str, Curve]:
 
 
 def check_comparable(runs: Sequence[Run]) -> list[str]:
-    """Everything that forbids comparing these runs, in words that name the runs and what differs; empty when all is well."""
+    """Everything that forbids comparing these runs, in words that name the runs and what differs; empty when all is well.
+
+    Within a seed nothing but the teacher may differ; between seeds nothing but the teacher, the seed and what follows from it.
+    """
     problems: list[str] = []
     runs = sorted(runs, key=lambda run: (run.seed, run.arm))
     by_place: dict[tuple[str, int], Run] = {}
@@ -185,6 +192,8 @@ def _differences(reference: Run, others: Iterable[Run], same_seed: bool) -> list
             a, b = reference.config.get(key), run.config.get(key)
             if a != b and not free:
                 found.append(f"{key} ({_show(a)} and {_show(b)})")
+        if run.evaluated_on and reference.evaluated_on and run.evaluated_on != reference.evaluated_on:
+            found.append(f"evaluation ({_show(dict(reference.evaluated_on))} and {_show(dict(run.evaluated_on))})")
         if run.steps != reference.steps and same_seed:
             found.append(f"trained steps ({reference.steps} and {run.steps})")
         if found:

@@ -22,6 +22,7 @@ def make_run(
     config: Mapping[str, Any] | None = None,
     summary: Mapping[str, Any] | None = None,
     evaluation: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a run folder; `config` and `summary` override keys at the top level (a summary value None removes the key)."""
     path.mkdir(parents=True)
@@ -39,6 +40,7 @@ def make_run(
     (path / "config.yaml").write_text(yaml.safe_dump(body | dict(config or {})))
     facts = {
         "status": "finished",
+        "steps": STEPS[-1],
         "corpus_sha256": "c0ffee",
         "initial_weights_sha256": f"weights{seed}",
         "data_order": {"seed": seed},
@@ -55,6 +57,7 @@ def make_run(
             loss = final_loss + 0.1 * (STEPS[-1] - step)
             writer.writerow([0, step, "", loss, 0.3 - 0.001 * step, 0.4 - 0.001 * step, 0.5 + 0.01 * step + 0.01 * seed])
     if evaluation is not None:
-        (path / "eval").mkdir()
-        (path / "eval" / "evaluation.json").write_text(json.dumps({"yardsticks": dict(evaluation)}))
+        (path / "eval" / "last").mkdir(parents=True)
+        content = {"yardsticks": dict(evaluation), "settings": {"rows": 4} | dict(settings or {}), "step": STEPS[-1]}
+        (path / "eval" / "last" / "evaluation.json").write_text(json.dumps(content))
     return path

@@ -29,8 +29,7 @@ def test_three_pairs_give_the_closed_form_interval() -> None:
 def test_pairing_removes_what_the_seeds_share() -> None:
     first, second = [1.01, 5.01, 9.02], [1.0, 5.0, 9.0]
     found = paired_difference(first, second)
-    assert found.excludes_zero or found.sd == pytest.approx(0.00577, abs=1e-4)
-    assert found.sd is not None and found.sd < 0.01  # the unpaired spread is 4
+    assert found.sd == pytest.approx(math.sqrt(3) / 300)  # of the differences .01 .01 .02; the spread of either arm is 4
 
 
 def test_words_claim_no_more_than_the_interval() -> None:

@@ -109,10 +109,10 @@ def oracle_layer(
             teacher_rows.append(torch.zeros(keys.shape[0], dtype=torch.float64))
             continue
         keep = mask[t]
+        silent = torch.isposinf(sink)  # such a head gives 0; inf - inf inside softmax would give NaN
         joint = torch.cat([logits[t][:, keep], sink[:, None]], 1)
-        p = torch.softmax(joint, -1)[:, :-1]
-        p = torch.where(torch.isposinf(sink)[:, None], torch.zeros_like(p), p)
-        out_rows.append(p @ all_keys[keep])
+        p = torch.softmax(torch.where(silent[:, None], 0, joint), -1)[:, :-1]
+        out_rows.append(torch.where(silent[:, None], 0, p) @ all_keys[keep])
         teacher_rows.append(_teacher_row(logits[t, :, tokens:].detach(), joint.detach(), teacher))
     result_teacher = torch.stack(teacher_rows) if tokens else torch.zeros(0, keys.shape[0], dtype=torch.float64)
     scores, kl = torch.full(vis.shape, -math.inf, dtype=torch.float64), torch.zeros(tokens, dtype=torch.float64)

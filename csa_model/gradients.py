@@ -13,16 +13,19 @@ class NonFiniteGradientError(RuntimeError):
     """A gradient holds NaN or infinity. The message names the first parameters concerned and the optimizer step."""
 
 
-def clip_by_norm(parameters: Named, max_norm: float) -> Tensor:
-    """Scale the gradients of `parameters` down to a joint norm of at most `max_norm` (0 or less: leave them); returns the norm before, fp32 [].
+def gradient_norms(parameters: Named) -> tuple[list[str], Tensor]:
+    """Names of the parameters that have a gradient, and the norm of each, fp32 [P]. Stays on the device: nothing waits for the values."""
+    with_grad = [(name, p.grad) for name, p in parameters if p.grad is not None]
+    if not with_grad:
+        return [], torch.zeros(0)
+    return [name for name, _ in with_grad], torch.stack(torch._foreach_norm([grad for _, grad in with_grad])).float()
 
-    Stays on the device: nothing waits for the value.
-    """
+
+def clip_to_norm(parameters: Named, norm: Tensor, max_norm: float) -> None:
+    """Scale the gradients of `parameters`, whose joint norm is `norm`, down to `max_norm`; 0 or less leaves them."""
     with_grad = [p for _, p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in with_grad if p.grad is not None])
     if max_norm > 0 and with_grad:
         torch.nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm)
-    return norm
 
 
 class FiniteGuard:
@@ -36,24 +39,20 @@ class FiniteGuard:
     def __init__(self) -> None:
         self._pending: tuple[int, list[str], Tensor, torch.cuda.Event] | None = None
 
-    def check(self, parameters: Named, norms: list[Tensor], step: int) -> None:
-        """Check the gradients of `parameters`, whose group norms are `norms`, in optimizer step `step` (1-based).
+    def check(self, names: list[str], norms: Tensor, step: int) -> None:
+        """Check the gradients `names` by their norms [P], before clipping, in optimizer step `step` (1-based).
 
         Raises NonFiniteGradientError for this step, or on CUDA for the step before.
         """
-        if not norms or norms[0].device.type != "cuda":
-            if not all(bool(torch.isfinite(norm)) for norm in norms):
-                named = [(name, p.grad) for name, p in parameters if p.grad is not None]
-                _raise([name for name, grad in named if not torch.isfinite(grad).all()], step)
+        if norms.device.type != "cuda":
+            _raise_unless_finite(names, norms, step)
             return
         self.settle()
-        named = [(name, p.grad) for name, p in parameters if p.grad is not None]
-        per_parameter = torch.stack(torch._foreach_norm([grad for _, grad in named]))
-        host = torch.empty(per_parameter.shape, dtype=per_parameter.dtype, pin_memory=True)
-        host.copy_(per_parameter, non_blocking=True)
+        host = torch.empty(norms.shape, dtype=norms.dtype, pin_memory=True)
+        host.copy_(norms, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._pending = (step, [name for name, _ in named], host, event)
+        self._pending = (step, names, host, event)
 
     def settle(self) -> None:
         """Read the check that is under way, if any."""
@@ -62,13 +61,13 @@ class FiniteGuard:
         step, names, norms, event = self._pending
         self._pending = None
         event.synchronize()  # recorded a whole optimizer step ago
-        finite = torch.isfinite(norms).tolist()
-        _raise([name for name, good in zip(names, finite, strict=True) if not good], step)
+        _raise_unless_finite(names, norms, step)
 
 
-def _raise(names: list[str], step: int) -> None:
-    if names:
-        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+def _raise_unless_finite(names: list[str], norms: Tensor, step: int) -> None:
+    bad = [name for name, good in zip(names, torch.isfinite(norms).tolist(), strict=True) if not good]
+    if bad:
+        shown = ", ".join(bad[:8]) + (f" and {len(bad) - 8} more" if len(bad) > 8 else "")
         raise NonFiniteGradientError(
             f"the gradient of {shown} is not finite in optimizer step {step}; the run stops. "
             "Lower optimizer.lr, lengthen scheduler.warmup_steps, or look at the batch of that step; checkpoints of earlier steps are sound"

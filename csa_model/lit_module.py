@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from csa_model.config import ConfigError, ExperimentConfig, from_mapping
 from csa_model.data.batch import PackedBatch
 from csa_model.decoder import AttentionMode, Decoder, DecoderOutput
-from csa_model.gradients import FiniteGuard, clip_by_norm
+from csa_model.gradients import FiniteGuard, clip_to_norm, gradient_norms
 from csa_model.losses import LossTerms, cross_entropy_sum, total_loss
 from csa_model.moe import update_router_biases
 from csa_model.optimizers import build_optimizer
@@ -45,7 +45,7 @@ class CSALitModule(L.LightningModule):
         trained = [(name, p) for name, p in self.decoder.named_parameters() if p.requires_grad]
         self._trunk = [(name, p) for name, p in trained if id(p) not in indexer]
         self._indexers = [(name, p) for name, p in trained if id(p) in indexer]
-        self._guard = FiniteGuard()
+        self._guards = {name: FiniteGuard() for name in ("train/grad_norm", "indexer/grad_norm")}
         self._micro_batches: list[tuple[LossTerms, PackedBatch]] = []
         self._router_counts: dict[int, tuple[Any, Tensor]] = {}
         self._norms: dict[str, Tensor] = {}
@@ -79,12 +79,15 @@ class CSALitModule(L.LightningModule):
     ) -> None:
         """Clip trunk and indexers by their own norms, so that the size of the KL cannot change the trunk's step. Lightning's values stay unused."""
         limits = self.config.optimizer
-        self._norms = {
-            "train/grad_norm": clip_by_norm(self._trunk, limits.max_grad_norm),
-            "indexer/grad_norm": clip_by_norm(self._indexers, limits.indexer_max_grad_norm),
+        groups = {
+            "train/grad_norm": (self._trunk, limits.max_grad_norm),
+            "indexer/grad_norm": (self._indexers, limits.indexer_max_grad_norm),
         }
-        norms = [norm for norm, members in zip(self._norms.values(), (self._trunk, self._indexers), strict=True) if members]
-        self._guard.check(self._trunk + self._indexers, norms, self.trainer.global_step + 1)
+        for name, (parameters, limit) in groups.items():
+            names, norms = gradient_norms(parameters)
+            self._guards[name].check(names, norms, self.trainer.global_step + 1)
+            self._norms[name] = torch.linalg.vector_norm(norms)
+            clip_to_norm(parameters, self._norms[name], limit)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None) -> None:
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
@@ -136,10 +139,8 @@ class CSALitModule(L.LightningModule):
         self.log("val_loss", metrics["val/loss"], prog_bar=True, logger=False, batch_size=1, sync_dist=self.trainer.world_size > 1)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self._guard.settle()
-
-    def transfer_batch_to_device(self, batch: PackedBatch, device: torch.device, dataloader_idx: int) -> PackedBatch:
-        return batch.to(device, non_blocking=True)
+        for guard in self._guards.values():
+            guard.settle()
 
 
 class ValidationSums:

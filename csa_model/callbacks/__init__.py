@@ -28,6 +28,6 @@ def build_callbacks(config: ExperimentConfig, run: RunDirectory) -> list[L.Callb
         callbacks.append(LearningRates())
     layers = config.model.compress_ratios[: config.model.num_hidden_layers + config.model.mtp.enabled]
     if settings.indexer_diagnostics.enabled and INDEXED_RATIO in layers:
-        callbacks.append(IndexerDiagnostics(settings.indexer_diagnostics, config.teacher.name, config.model.index_topk))
+        callbacks.append(IndexerDiagnostics(settings.indexer_diagnostics, config.model.index_topk))
     callbacks += [periodic_checkpoints(settings.checkpoint, run.checkpoints), LastCheckpoint(run.checkpoints)]
     return callbacks

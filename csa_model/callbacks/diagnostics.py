@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from csa_model.lit_module import CSALitModule
 
 
-def metric_sources(teacher: str, topk: int | None) -> dict[str, str]:
-    """Logged name -> name in `csa_model.csa_metrics`. KL to both teachers whatever trains; `kl_uniform` and `captured` refer to the training teacher
-    (full_csa where none trains). Without a top-k there is nothing to recall."""
-    reference = "full_csa" if teacher == "none" else teacher
+def metric_sources(topk: int | None) -> dict[str, str]:
+    """Logged name -> name in `csa_model.csa_metrics`. Names without a teacher refer to full_csa in every arm, so that arms can be compared; without a
+    top-k there is nothing to recall."""
     sources = {
         "indexer/kl_full_csa": "kl_full_csa",
         "indexer/kl_compressed_only": "kl_compressed_only",
-        "indexer/kl_uniform": f"kl_uniform_{reference}",
+        "indexer/kl_uniform": "kl_uniform_full_csa",
+        "indexer/kl_uniform_compressed_only": "kl_uniform_compressed_only",
         "indexer/entropy": "entropy",
         "attn/mass_window": "mass_window",
         "attn/mass_sink": "mass_sink",
@@ -40,8 +40,15 @@ def metric_sources(teacher: str, topk: int | None) -> dict[str, str]:
     return sources
 
 
+# share of a uniform student's KL that the student has made good -> its KL, the uniform student's
+CAPTURED = {
+    "indexer/captured": ("indexer/kl_full_csa", "indexer/kl_uniform"),
+    "indexer/captured_compressed_only": ("indexer/kl_compressed_only", "indexer/kl_uniform_compressed_only"),
+}
+
+
 class IndexerDiagnostics(L.Callback):
-    """Logs the metrics of `metric_sources` and `indexer/captured` = 1 - KL / KL of a uniform student, per CSA layer and as their mean.
+    """Logs the metrics of `metric_sources` and `CAPTURED` = 1 - KL / KL of a uniform student, per CSA layer and as the mean over layers.
 
     KL, entropy, total variation and the mass split are taken over the entries that the attention of the current stage reads. Recall (overlap of the
     student's and the full_csa teacher's k largest of all visible entries) and the teacher's mass on the student's k count only rows with more than k
@@ -49,10 +56,10 @@ class IndexerDiagnostics(L.Callback):
     defined on no row is not logged.
     """
 
-    def __init__(self, config: DiagnosticsConfig, teacher: str, topk: int | None) -> None:
+    def __init__(self, config: DiagnosticsConfig, topk: int | None) -> None:
         self.every_n_steps, self.rows = config.every_n_steps, config.rows
         self.topk = topk
-        self.sources = metric_sources(teacher, topk)
+        self.sources = metric_sources(topk)
         self._batch: PackedBatch | None = None
         self._measured_at = -1
 
@@ -101,18 +108,14 @@ class IndexerDiagnostics(L.Callback):
         per_layer: dict[int, dict[str, float]] = {}
         for layer, values in zip(layers, sums.tolist(), strict=True):
             named = {name: total / count for name, (total, count) in zip(self.sources, values, strict=True) if count}
-            uniform = named.get("indexer/kl_uniform", 0.0)
-            if uniform > 0:
-                named["indexer/captured"] = 1 - named[self._student_kl] / uniform
+            for name, (kl, uniform) in CAPTURED.items():
+                if named.get(uniform, 0.0) > 0:
+                    named[name] = 1 - named[kl] / named[uniform]
             per_layer[layer] = named
         result: dict[str, float] = {}
-        for name in [*self.sources, "indexer/captured"]:
+        for name in [*self.sources, *CAPTURED]:
             values = {layer: named[name] for layer, named in per_layer.items() if name in named}
             if values:
                 result[name] = math.fsum(values.values()) / len(values)
                 result |= {f"{name}/layer{layer}": value for layer, value in values.items()}
         return result
-
-    @property
-    def _student_kl(self) -> str:
-        return "indexer/" + self.sources["indexer/kl_uniform"].replace("_uniform", "")

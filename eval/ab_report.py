@@ -29,6 +29,7 @@ METRICS = {
     "val/bits_per_byte": ("bits per byte", "bits", "neutral"),
     "indexer/kl_full_csa": ("KL from full_csa to the student", "nats/row", "favours full_csa by construction"),
     "indexer/kl_compressed_only": ("KL from compressed_only to the student", "nats/row", "favours compressed_only by construction"),
+    "indexer/captured": ("captured, 1 - KL / KL of a uniform student, full_csa", "share", "favours full_csa by construction"),
     "indexer/recall_at_k": ("recall at k of full_csa's top-k", "share", "favours full_csa by construction"),
     "indexer/mass_at_k": ("full_csa teacher mass at k", "probability", "favours full_csa by construction"),
     "indexer/entropy": ("entropy of the student", "nats", "descriptive"),
@@ -37,8 +38,8 @@ METRICS = {
     "attn/mass_window": ("attention mass on the window", "probability", "descriptive"),
     "attn/mass_sink": ("attention mass on the sink", "probability", "descriptive"),
 }
-# these refer to each arm's own teacher or to a single batch: a difference between arms would mean nothing
-NOT_COMPARABLE = re.compile(r"indexer/(kl|kl_uniform|captured|grad_norm)(/|$)")
+# the loss of each arm's own teacher, and a figure of one batch: a difference between arms would mean nothing
+NOT_COMPARABLE = re.compile(r"indexer/(kl|grad_norm)(/|$)")
 COMPARABLE = re.compile(r"(indexer|attn|teacher|val|eval)/")
 # of an evaluation's figures the report shows these; differences.csv has all
 EVALUATION_TABLE = re.compile(r"eval/(loss_|bits_per_byte_|kl_dense_sparse|accuracy_|output_error@|(recall|mass)_(full_csa|compressed_only)@|tv$)")
@@ -114,7 +115,9 @@ def compare(pairs: Mapping[tuple[str, str], Sequence[tuple[Run, Run]]], confiden
     """Final values of every metric that both runs of a pair have, paired over seeds."""
     comparisons = []
     for (first_arm, second_arm), members in pairs.items():
-        names = dict.fromkeys([*METRICS, *sorted({name for pair in members for run in pair for name in (*run.curves, *run.evaluation)})])
+        names = dict.fromkeys(
+            [*METRICS, *sorted({name for pair in members for run in pair for name in (*run.curves, *run.evaluation)}, key=_natural)]
+        )
         for metric in names:
             if NOT_COMPARABLE.match(metric) or not COMPARABLE.match(metric):
                 continue
@@ -156,8 +159,8 @@ def _markdown(
         f"# Comparison of teachers: {', '.join(dict.fromkeys(run.arm for run in runs))}",
         "",
         f"model {config.get('model.name')}, data {config.get('data.name')}, backend {config.get('backend.name')}, "
-        f"stage {config.get('stage.name')}, "
-        f"{runs[0].steps} steps, top-k {config.get('model.index_topk')}. Paired by seed; corpus, initial weights, data order and config are equal (checked).",
+        f"stage {config.get('stage.name')}, {runs[0].steps} steps, top-k {config.get('model.index_topk')}.",
+        "Paired by seed; corpus, initial weights, data order and config were checked to be equal.",
         "",
     ]
     if most == 1:
@@ -187,7 +190,7 @@ def _markdown(
     lines += [
         '- "No difference seen" is not "no difference": the interval says how large a difference these runs would leave room for.',
         "- Recall, mass and KL against a teacher favour the arm trained on it. Loss, KL(dense || sparse) and attention-output error favour neither.",
-        "- The indexers' training losses (indexer/kl), indexer/kl_uniform and indexer/captured refer to each arm's own teacher and are left out.",
+        "- The training losses of the indexers (indexer/kl) are left out: each is the KL to another target, and the targets differ in entropy.",
         "- indexer/* and teacher/tv of a sparse stage range over the entries that the arm itself selected, recall and mass over all visible ones; "
         "eval/* range over all visible entries in every arm.",
         "- The seed stands for initial weights and data order together; inference reaches this model size and corpus, no further.",
@@ -215,7 +218,7 @@ def _pair_section(arms: tuple[str, str], comparisons: Sequence[Comparison], conf
         "|---" * 9 + "|",
     ]
     for c in comparisons:
-        if "/layer" in c.metric or (c.metric not in METRICS and not c.metric.startswith("eval/")):
+        if c.metric not in METRICS and not EVALUATION_TABLE.match(c.metric):
             continue
         name, unit, note = METRICS.get(c.metric) or (c.metric, "", _evaluation_note(c.metric))
         lines.append(_row(c, f"{name} | {unit}", note))
@@ -236,11 +239,16 @@ def _row(c: Comparison, head: str, note: str | None) -> str:
     return row if note is None else f"{row} {note} |"
 
 
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorting key that puts @4 before @16."""
+    return [(int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name)]
+
+
 def _evaluation_note(metric: str) -> str:
     for teacher in ("full_csa", "compressed_only"):
         if teacher in metric:
-            return f"favours {teacher} by construction" if not metric.startswith("eval/entropy") else "descriptive"
-    return "neutral" if re.search(r"loss|kl_dense_sparse|output_error|bits|accuracy", metric) else "descriptive"
+            return f"favours {teacher} by construction"
+    return "descriptive" if metric == "eval/tv" else "neutral"
 
 
 def _number(value: float | None) -> str:

@@ -145,7 +145,8 @@ def evaluate(options: EvalConfig) -> Result:
         raise ConfigError(f"out={out} cannot be made: {error.strerror}") from None
     (out / "evaluation.json").write_text(json.dumps(facts, indent=2) + "\n")
     np.savez_compressed(out / "rows.npz", **measured.arrays)  # type: ignore[arg-type]
-    plot_evaluation(measured.values, measured.layers, options.topk, out / "evaluation.png")
+    title = f"{config.model.name}, teacher {config.teacher.name}, seed {config.seed}, step {step}; {measured.counts['loss_dense']:,} held-out tokens"
+    plot_evaluation(measured.values, measured.layers, options.topk, title, out / "evaluation.png")
     return Result(measured, facts, out)
 
 

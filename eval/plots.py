@@ -77,9 +77,10 @@ def plot_differences(arms: tuple[str, str], pairs: Sequence[tuple[Run, Run]], co
     _panels(draw, f"{first} minus {second}, same seed, corpus, initial weights and data order; thin lines are seeds", path, signed=True)
 
 
-def plot_evaluation(yardsticks: Mapping[str, float], layers: Sequence[int], topk: Sequence[int], path: Path) -> None:
+def plot_evaluation(yardsticks: Mapping[str, float], layers: Sequence[int], topk: Sequence[int], title: str, path: Path) -> None:
     """Recall, captured mass, output error and the cost of sparse attention over k, per CSA layer (keys as in evaluation.json)."""
     figure, grid = plt.subplots(2, 2, figsize=(11, 8), constrained_layout=True)
+    figure.suptitle(title, fontsize=11)
     recall, mass, error, cost = grid.flat
     for index, layer in enumerate(layers):
         marker = MARKERS[index % len(MARKERS)]

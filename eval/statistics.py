@@ -27,13 +27,13 @@ class PairedDifference:
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
     def words(self, first: str, second: str) -> str:
-        """What may be said of this difference, in words that claim no more than the interval does."""
+        """What may be said of this difference: no more than the interval does."""
         if self.low is None or self.high is None:
             return "one seed: no interval; the spread between seeds is unknown"
         if self.mean == 0 and self.sd == 0:
             return f"identical in all {self.n} seeds"
         if not self.excludes_zero:
-            return f"no difference seen; the interval allows {self.low:+.3g} to {self.high:+.3g}"
+            return "no difference seen"
         return f"{first} {'higher' if self.mean > 0 else 'lower'} than {second}"
 
 

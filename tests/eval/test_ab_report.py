@@ -69,7 +69,7 @@ def test_a_noisy_difference_is_reported_as_none_seen(tmp_path: Path) -> None:
         make_run(tmp_path / f"f{seed}", "full_csa", seed)
         make_run(tmp_path / f"c{seed}", "compressed_only", seed, final_loss=2.0 + gap)
     write_report([tmp_path], tmp_path / "out")
-    assert "no difference seen; the interval allows" in (tmp_path / "out" / "report.md").read_text()
+    assert "| no difference seen |" in (tmp_path / "out" / "report.md").read_text()
 
 
 @pytest.mark.usefixtures("no_figures")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from csa_model.config import ModelConfig
-from csa_model.layers import at_least_fp32, linear_fp32
+from csa_model.layers import at_least_fp32, linear_fp32, without_autocast
 
 FN_STD = 0.02
 
@@ -82,14 +82,16 @@ class _Expand(torch.autograd.Function):
     @staticmethod
     def forward(ctx, maps: Tensor, streams: Tensor, y: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.save_for_backward(maps, streams, y)
-        return torch.bmm(maps, _inputs(streams, y)).to(streams.dtype)
+        with without_autocast(streams):
+            return torch.bmm(maps, _inputs(streams, y)).to(streams.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[no-untyped-def]
         maps, streams, y = ctx.saved_tensors
         grad = at_least_fp32(grad)
-        grad_maps = torch.bmm(grad, _inputs(streams, y).transpose(1, 2))
-        grad_inputs = torch.bmm(maps.transpose(1, 2), grad)
+        with without_autocast(streams):
+            grad_maps = torch.bmm(grad, _inputs(streams, y).transpose(1, 2))
+            grad_inputs = torch.bmm(maps.transpose(1, 2), grad)
         return grad_maps, grad_inputs[:, :-1].to(streams.dtype), grad_inputs[:, -1].to(y.dtype)
 
 

@@ -22,9 +22,14 @@ def activation_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
+def without_autocast(x: Tensor) -> torch.autocast:
+    """Context in which the operations on the device of `x` keep the dtypes they are given."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
     """`x @ weight.T` in fp32, also under autocast."""
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         return F.linear(at_least_fp32(x), at_least_fp32(weight))
 
 
@@ -57,7 +62,8 @@ class _RMSNorm(torch.autograd.Function):
         grad_weight = None
         if weight is not None:
             if ctx.needs_input_grad[1]:
-                grad_weight = torch.mv((grad * x32).flatten(0, -2).t(), scale.flatten()).to(weight.dtype)
+                with without_autocast(x):
+                    grad_weight = torch.mv((grad * x32).flatten(0, -2).t(), scale.flatten())
             grad = grad * weight
         projection = (grad * x32).sum(-1, keepdim=True).mul_(scale.pow(3)).div_(-x.shape[-1])
         return (grad * scale).addcmul_(x32, projection).to(x.dtype), grad_weight, None

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms and the precision rules."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from csa_model.layers import RMSNorm, linear_fp32, rms_norm
+
+
+def test_norm_equals_torch_and_has_its_gradients() -> None:
+    x = torch.randn(5, 3, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(8, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-6), F.rms_norm(x, (8,), weight, 1e-6))
+    torch.testing.assert_close(rms_norm(x, None, 1e-6), F.rms_norm(x, (8,), None, 1e-6))
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-2), (x, weight))
+    assert torch.autograd.gradcheck(lambda x: rms_norm(x, None, 1e-2), (x,))
+
+
+def test_norm_of_bf16_runs_in_float32() -> None:
+    x = (100 * torch.randn(64, 96)).bfloat16()
+    norm = RMSNorm(96, 1e-6)
+    assert norm(x).dtype == torch.bfloat16
+    assert torch.equal(norm(x), norm(x.float()).bfloat16())
+
+
+def test_zero_rows_are_finite() -> None:
+    x = torch.zeros(2, 4, requires_grad=True)
+    rms_norm(x, None, 1e-6).sum().backward()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+
+
+def test_fp32_linear_ignores_autocast() -> None:
+    x, weight = torch.randn(8, 16), torch.randn(4, 16)
+    exact = x @ weight.t()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(linear_fp32(x, weight), exact)
+        assert F.linear(x, weight).dtype == torch.bfloat16

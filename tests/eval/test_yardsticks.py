@@ -213,9 +213,16 @@ def test_a_decoder_without_indexed_layers_is_measured_too() -> None:
 
 def test_top_k_is_restored_also_after_an_error() -> None:
     decoder = make_decoder(topk=3)
-    with pytest.raises(RuntimeError), top_k(decoder, 9):
-        assert {module.topk for _, module in decoder.csa_layers()} == {9}
-        raise RuntimeError
+    selected = []
+
+    def fail() -> None:
+        with top_k(decoder, 9):
+            selected.extend(module.topk for _, module in decoder.csa_layers())
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert selected == [9, 9]
     assert {module.topk for _, module in decoder.csa_layers()} == {3}
 
 

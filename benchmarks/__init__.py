@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measurements, one command each; `results/` holds what they wrote, with the machine and versions beside every number."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def provenance() -> dict[str, Any]:
+    """Where a number comes from: versions, processor or card, git state. Unknown things are None, never a guess."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "cpu": _cpu_model(),
+        "load_average": [round(load, 1) for load in os.getloadavg()],
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "git_sha": _git("rev-parse", "HEAD"),
+        "git_dirty": bool(_git("status", "--porcelain", "--", "kernels", "benchmarks/*.py")),
+    }
+
+
+def _cpu_model() -> str | None:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor() or None)
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()

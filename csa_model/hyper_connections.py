@@ -51,11 +51,26 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     return _Sinkhorn.apply(logits.softmax(dim=1) + eps, iterations, eps)
 
 
-def _mix(streams: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
-    """fn applied to the RMS-normalised flattened streams: [T, rows of fn]."""
-    flat = at_least_fp32(streams.flatten(1))
-    scale = torch.linalg.vector_norm(flat, dim=-1, keepdim=True).square().div(flat.shape[-1]).add(norm_eps).rsqrt()
-    return linear_fp32(flat, fn) * scale
+class _Mix(torch.autograd.Function):
+    """fn [R, n * d] applied to the flattened streams after an RMS norm without weight: [T, R], in fp32. Saves the streams in their own dtype."""
+
+    @staticmethod
+    def forward(ctx, streams: Tensor, fn: Tensor, eps: float) -> Tensor:  # type: ignore[no-untyped-def]
+        flat = at_least_fp32(streams.flatten(1))
+        scale = torch.linalg.vector_norm(flat, dim=-1, keepdim=True).square_().div_(flat.shape[-1]).add_(eps).rsqrt_()
+        mix = linear_fp32(flat, fn).mul_(scale)
+        ctx.save_for_backward(streams, fn, scale, mix)
+        return mix
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[no-untyped-def]
+        streams, fn, scale, mix = ctx.saved_tensors
+        flat, scaled = at_least_fp32(streams.flatten(1)), grad * scale
+        through_norm = (grad * mix).sum(-1, keepdim=True).mul_(scale.square()).div_(-flat.shape[-1])
+        with without_autocast(streams):
+            grad_flat = torch.mm(scaled, at_least_fp32(fn)).addcmul_(flat, through_norm)
+            grad_fn = torch.mm(scaled.t(), flat)
+        return grad_flat.view(streams.shape).to(streams.dtype), grad_fn, None
 
 
 class _Collapse(torch.autograd.Function):
@@ -120,7 +135,7 @@ class HyperConnection(nn.Module):
 
     def maps(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """read [T, n], write [T, n] and mix [n, n, T] (first axis: source stream)."""
-        mix, n = _mix(streams, self.fn, self.norm_eps), self.n
+        mix, n = _Mix.apply(streams, self.fn, self.norm_eps), self.n
         read = torch.sigmoid(mix[:, :n] * self.scale[0] + self.base[:n]) + self.hc_eps
         write = 2 * torch.sigmoid(mix[:, n : 2 * n] * self.scale[1] + self.base[n : 2 * n])
         logits = (mix[:, 2 * n :] * self.scale[2] + self.base[2 * n :]).t().unflatten(0, (n, n))
@@ -155,5 +170,5 @@ class HyperHead(nn.Module):
         nn.init.zeros_(self.base)
 
     def forward(self, streams: Tensor) -> Tensor:
-        weights = torch.sigmoid(_mix(streams, self.fn, self.norm_eps) * self.scale + self.base) + self.hc_eps
+        weights = torch.sigmoid(_Mix.apply(streams, self.fn, self.norm_eps) * self.scale + self.base) + self.hc_eps
         return _Collapse.apply(weights, streams)

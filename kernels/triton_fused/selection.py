@@ -102,7 +102,6 @@ def long_row_kernel(SCORES, IDS, ENTRY_START, VISIBLE, first_row, columns, more_
         needed = K + tl.zeros([], tl.int32)
         prefix = tl.zeros([], tl.int32)
         for digit in tl.static_range(4):
-            SHIFT: tl.constexpr = 24 - 8 * digit
             histogram = tl.zeros([256], tl.int32)
             for first in range(0, count, BLOCK):
                 inside = first + lane < count
@@ -110,8 +109,8 @@ def long_row_kernel(SCORES, IDS, ENTRY_START, VISIBLE, first_row, columns, more_
                 key = ordered_key(tl.load(scores + first + lane, mask=inside, other=0.0)) ^ -2147483648
                 if digit > 0:
                     # in two steps: a shift by 32 would be undefined
-                    inside = inside & (((key >> SHIFT) >> 8) & ((1 << (8 * digit)) - 1) == prefix)
-                histogram += tl.histogram((key >> SHIFT) & 255, 256, mask=inside)
+                    inside = inside & (((key >> (24 - 8 * digit)) >> 8) & ((1 << (8 * digit)) - 1) == prefix)
+                histogram += tl.histogram((key >> (24 - 8 * digit)) & 255, 256, mask=inside)
             at_or_above = tl.cumsum(histogram, 0, reverse=True)
             chosen = tl.sum((at_or_above >= needed).to(tl.int32), 0) - 1
             needed -= tl.sum(tl.where(bucket > chosen, histogram, 0), 0)
@@ -164,12 +163,12 @@ def select_entries(
     if rows == 0 or topk == 0 or widest == 0:
         return ids.fill_(-1)
     size = chunk_rows(rows, widest, budget)
-    buffer = torch.empty(0 if widest <= topk else size * _padded(widest), dtype=torch.float32, device=index_q.device)
+    buffer = torch.empty(16 if widest <= topk else size * _padded(widest), dtype=torch.float32, device=index_q.device)
     for first in range(0, rows, size):
         stop = min(rows, first + size)
         most = min(widest, (first_token + stop) // ratio)
         columns = _padded(most)
-        scores = ids  # never read where no row sees more than K
+        scores = buffer[:16].view(1, 16)  # not read where no row sees more than K
         if most > topk:
             scores = buffer[: (stop - first) * columns].view(-1, columns)
             write_scores(index_q, index_k, index_w, entry_start, visible, scores, first, stop, skip_up_to=topk)

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TritonBackend: argument checks and choices; the work is in ops.py and training_op.py.
+
+Legend: R query rows, T tokens, C compressed entries, H heads, D head dim, HI/DI index heads / index head dim, K slots of the selection.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels.backend import ALL_VISIBLE, Backend, BackendUnsupported, Geometry, IndexerStats, Selection, Teacher
+from kernels.layout import PackedLayout
+from kernels.triton_fused import flop_formulas, ops, requirements
+from kernels.triton_fused.attend_forward import implementation, reads_entries
+from kernels.triton_fused.rows import RowBounds
+from kernels.triton_fused.training_op import attend_and_teach
+from kernels.unfused.checks import check_entries, check_selection, check_sink, check_tensor
+from kernels.unfused.select import check_indexer_inputs
+from kernels.unfused.teacher import check_teacher
+
+__all__ = ["TritonBackend", "flop_formulas"]
+
+
+class TritonBackend(Backend):
+    """Fused kernels for NVIDIA GPUs: tensor-core matrix products with fp32 accumulation, nothing of size [tokens, entries]."""
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        self._geometry: Geometry | None = None
+
+    def require(self, geometry: Geometry) -> None:
+        """See `Backend.require`; the requirements stand in requirements.py."""
+        requirements.check_machine(geometry.device_type)
+        requirements.check_geometry(geometry)
+        self._geometry = geometry
+
+    def describe(self) -> dict[str, str]:
+        """Implementation of each operation, for the geometry of the last `require` if there was one."""
+        version = f"Triton {triton.__version__}" + (", interpreter" if requirements.interpreted() else "")
+        geometry = self._geometry or Geometry(heads=64, head_dim=512, window=128, dtype=torch.bfloat16)
+        device = "cuda" if torch.cuda.is_available() and not requirements.interpreted() else "cpu"
+        attention = implementation(torch.empty(0, geometry.heads, geometry.head_dim, dtype=geometry.dtype, device=device))
+        return {
+            "select": f"chunked index scores and exact top-k, plain Triton kernels, {version}",
+            "attend": f"{attention}, {version}",
+            "indexer_loss": f"log-space teacher, plain Triton kernels, {version}",
+            "attend_with_indexer_loss": f"full_csa over selected entries: teacher emitted by the attention backward, {version}; else attend + indexer_loss",
+        }
+
+    @torch.no_grad()
+    def select(self, index_q: Tensor, index_k: Tensor, index_w: Tensor, layout: PackedLayout, ratio: int, topk: int) -> Tensor:
+        """See `Backend.select`. ValueError for shapes that do not fit the layout or topk outside 0..2048."""
+        _check_indexer(index_q, index_k, index_w, layout, ratio)
+        if not 0 <= topk <= 2048:
+            raise ValueError(f"topk must be in 0..2048, got {topk}; backend=unfused takes any")
+        start, visible = layout.entry_start(ratio), layout.visible_compressed(ratio)
+        operands = (t.detach() for t in (index_q, index_k, index_w))
+        return ops.select(*operands, start, visible, topk, ratio, _longest(layout, ratio, index_k), layout.first_row)
+
+    def attend(
+        self,
+        q: Tensor,
+        window_kv: Tensor,
+        compressed_kv: Tensor | None,
+        selected: Selection | None,
+        sink: Tensor,
+        layout: PackedLayout,
+        ratio: int,
+        window: int,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """See `Backend.attend`. ValueError for shapes and dtypes that do not fit together."""
+        _check_attention(q, window_kv, compressed_kv, selected, sink, layout, ratio)
+        reads = ops.Reads.NOTHING
+        if reads_entries(compressed_kv, selected):
+            reads = ops.Reads.ALL_VISIBLE if selected is ALL_VISIBLE else ops.Reads.SELECTED
+        bounds = RowBounds.of(layout, ratio, window, reads != ops.Reads.NOTHING)
+        ids = selected.to(torch.int32) if isinstance(selected, Tensor) else None
+        out, lse = ops.attend(
+            q, window_kv, compressed_kv, ids, sink, bounds.window_start, bounds.entry_start, bounds.visible, bounds.first_row, window, scale, int(reads)
+        )
+        return out, lse.detach()
+
+    def indexer_loss(
+        self,
+        index_q: Tensor,
+        index_k: Tensor,
+        index_w: Tensor,
+        support: Selection,
+        q: Tensor,
+        window_kv: Tensor,
+        compressed_kv: Tensor,
+        sink: Tensor,
+        lse: Tensor | None,
+        layout: PackedLayout,
+        ratio: int,
+        window: int,
+        scale: float,
+        teacher: Teacher = "full_csa",
+        head_group: object | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `Backend.indexer_loss`. ValueError for shapes that do not fit, BackendUnsupported for a head_group."""
+        _check_loss(index_q, index_k, index_w, support, q, window_kv, compressed_kv, sink, layout, ratio, teacher, head_group)
+        q, window_kv, compressed_kv, sink = (t.detach() for t in (q, window_kv, compressed_kv, sink))
+        if lse is not None:
+            check_tensor("lse", lse, (layout.num_rows, q.shape[1]), layout.device)
+        elif teacher == "full_csa":
+            with torch.no_grad():
+                lse = self.attend(q, window_kv, compressed_kv, support, sink, layout, ratio, window, scale)[1]
+        known = lse.detach() if lse is not None and teacher == "full_csa" else None
+        start, visible = layout.entry_start(ratio), layout.visible_compressed(ratio)
+        rows = (visible > 0).sum()
+        if isinstance(support, Tensor):
+            kl_sum, _ = ops.sparse_indexer_loss(
+                index_q, index_k, index_w, support.to(torch.int32), q, compressed_kv, sink, known, start, visible, scale
+            )
+            return kl_sum, rows
+        with torch.no_grad():
+            if known is None:
+                # over the entries alone: an attention without window
+                normaliser = self.attend(q, window_kv, compressed_kv, ALL_VISIBLE, sink, layout, ratio, 0, scale)[1]
+            else:
+                normaliser = torch.logaddexp(known.float(), sink.float())
+        with_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (index_q, index_k, index_w))
+        longest = _longest(layout, ratio, index_k)
+        operands = (index_q, index_k, index_w, q, compressed_kv, normaliser, start, visible, scale, ratio, longest, layout.first_row, with_grad)
+        return ops.dense_indexer_loss(*operands)[0], rows
+
+    def attend_with_indexer_loss(
+        self,
+        index_q: Tensor,
+        index_k: Tensor,
+        index_w: Tensor,
+        selected: Selection,
+        q: Tensor,
+        window_kv: Tensor,
+        compressed_kv: Tensor,
+        sink: Tensor,
+        layout: PackedLayout,
+        ratio: int,
+        window: int,
+        scale: float,
+        teacher: Teacher = "full_csa",
+        head_group: object | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, IndexerStats]:
+        """See `Backend.attend_with_indexer_loss`. One function for full_csa over ids where both parts will be differentiated: kl_sum is 0 and
+        stats holds the value after the backward. Anything else takes the pair, with the value in both."""
+        indexed = any(t.requires_grad for t in (index_q, index_k, index_w))
+        attended = any(t.requires_grad for t in (q, window_kv, compressed_kv, sink))
+        emits = teacher == "full_csa" and isinstance(selected, Tensor) and reads_entries(compressed_kv, selected)
+        if not (emits and indexed and attended and torch.is_grad_enabled()):
+            return super().attend_with_indexer_loss(
+                index_q, index_k, index_w, selected, q, window_kv, compressed_kv, sink, layout, ratio, window, scale, teacher, head_group
+            )
+        assert isinstance(selected, Tensor)
+        _check_loss(index_q, index_k, index_w, selected, q, window_kv, compressed_kv, sink, layout, ratio, teacher, head_group)
+        bounds = RowBounds.of(layout, ratio, window, True)
+        value = torch.zeros((), dtype=torch.float32, device=q.device)
+        tensors = (index_q, index_k, index_w, selected.to(torch.int32), q, window_kv, compressed_kv, sink)
+        out, lse, kl_sum = attend_and_teach(
+            *tensors, bounds.window_start, bounds.entry_start, bounds.visible, value, bounds.first_row, window, scale
+        )
+        return out, lse.detach(), kl_sum, IndexerStats(value, (bounds.visible > 0).sum())
+
+
+def _longest(layout: PackedLayout, ratio: int, index_k: Tensor) -> int:
+    """Host bound on the entries that a row sees. While compiling, one that does not depend on the documents, or every batch would recompile."""
+    return index_k.shape[0] if torch.compiler.is_compiling() else layout.longest_document() // ratio
+
+
+def _same_dtype(first: str, a: Tensor, **others: Tensor | None) -> None:
+    if a.dtype not in requirements.DTYPES:
+        raise ValueError(f"{first} is {a.dtype}; backend 'triton' takes {', '.join(map(str, requirements.DTYPES))}; backend=unfused takes any")
+    for name, b in others.items():
+        if b is not None and b.dtype != a.dtype:
+            raise ValueError(f"{name} is {b.dtype} and {first} is {a.dtype}; the kernels take one dtype for both")
+
+
+def _check_indexer(index_q: Tensor, index_k: Tensor, index_w: Tensor, layout: PackedLayout, ratio: int) -> None:
+    check_indexer_inputs(index_q, index_k, index_w, layout, ratio)
+    _same_dtype("index_q", index_q, index_k=index_k)
+
+
+def _check_attention(
+    q: Tensor, window_kv: Tensor, compressed_kv: Tensor | None, selected: Selection | None, sink: Tensor, layout: PackedLayout, ratio: int
+) -> None:
+    check_tensor("q", q, (layout.num_rows, None, None), layout.device)
+    check_tensor("window_kv", window_kv, (layout.num_tokens, q.shape[2]), layout.device)
+    if compressed_kv is not None:
+        check_tensor("compressed_kv", compressed_kv, (None, q.shape[2]), layout.device)
+        if selected is not None:
+            check_entries("compressed_kv", compressed_kv, layout, ratio)
+    check_sink(sink, q.shape[1], torch.float32, layout.device)
+    check_selection("selected", selected, layout)
+    _same_dtype("q", q, window_kv=window_kv, compressed_kv=compressed_kv)
+
+
+def _check_loss(
+    index_q: Tensor,
+    index_k: Tensor,
+    index_w: Tensor,
+    support: Selection,
+    q: Tensor,
+    window_kv: Tensor,
+    compressed_kv: Tensor,
+    sink: Tensor,
+    layout: PackedLayout,
+    ratio: int,
+    teacher: str,
+    head_group: object | None,
+) -> None:
+    if head_group is not None:
+        raise BackendUnsupported("the teacher's sum over sharded heads is not built (head_group is set)", "head_group=None: all heads on every rank")
+    check_teacher(teacher)
+    _check_indexer(index_q, index_k, index_w, layout, ratio)
+    _check_attention(q, window_kv, compressed_kv, support, sink, layout, ratio)

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels as operators of PyTorch, so that torch.compile, FLOP counters and autograd see them: plain tensors in, plain tensors out.
+
+A layout cannot pass an operator; its per-row bounds do: `window_start`, `entry_start`, `visible`, int32 [R].
+`reads` says which entries a row attends to: one of the values of Reads.
+
+Legend: R query rows, T tokens, C compressed entries, H heads, D head dim, HI/DI index heads / index head dim, K slots of the selection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.triton_fused.attend_backward import attend_backward_rows
+from kernels.triton_fused.attend_forward import attend_forward_rows
+from kernels.triton_fused.indexer_dense import dense_loss
+from kernels.triton_fused.indexer_sparse import sparse_loss
+from kernels.triton_fused.rows import RowBounds
+from kernels.triton_fused.selection import select_entries
+from kernels.triton_fused.teacher import sparse_teacher
+
+NAMESPACE = "csa_triton"
+
+
+class Reads(enum.IntEnum):
+    """Which compressed entries a row attends to."""
+
+    NOTHING = 0
+    SELECTED = 1
+    ALL_VISIBLE = 2
+
+
+def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Launches go to the current device, which need not be the one that holds the tensors."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+@torch.library.custom_op(f"{NAMESPACE}::select", mutates_args=())
+def select(
+    index_q: Tensor, index_k: Tensor, index_w: Tensor, entry_start: Tensor, visible: Tensor, topk: int, ratio: int, longest: int, first_token: int
+) -> Tensor:
+    """int32 [R, K]; see `selection.select_entries`."""
+    with on_device_of(index_q):
+        operands = (t.contiguous() for t in (index_q, index_k, index_w))
+        return select_entries(*operands, entry_start, visible, topk, ratio, longest, first_token)
+
+
+@select.register_fake
+def _(index_q: Tensor, index_k: Tensor, index_w: Tensor, entry_start: Tensor, visible: Tensor, topk: int, ratio: int, longest: int, first_token: int):  # type: ignore[no-untyped-def]
+    return index_q.new_empty((index_q.shape[0], topk), dtype=torch.int32)
+
+
+def _entries(compressed_kv: Tensor | None, selected: Tensor | None, reads: int) -> tuple[Tensor | None, Tensor | None]:
+    """What the attention kernels take: no entries, entries with ids, or entries without ids for all visible ones."""
+    if reads == Reads.NOTHING:
+        return None, None
+    return compressed_kv, selected if reads == Reads.SELECTED else None
+
+
+@torch.library.custom_op(f"{NAMESPACE}::attend", mutates_args=())
+def attend(
+    q: Tensor,
+    window_kv: Tensor,
+    compressed_kv: Tensor | None,
+    selected: Tensor | None,
+    sink: Tensor,
+    window_start: Tensor,
+    entry_start: Tensor,
+    visible: Tensor,
+    first_row: int,
+    window: int,
+    scale: float,
+    reads: int,
+) -> tuple[Tensor, Tensor]:
+    """out [R, H, D], lse fp32 [R, H]; see `attend_forward.attend_forward_rows`."""
+    bounds = RowBounds(window_start, entry_start, visible, first_row, window)
+    with on_device_of(q):
+        return attend_forward_rows(q, window_kv, *_entries(compressed_kv, selected, reads), sink, bounds, scale)
+
+
+@attend.register_fake
+def _(q, window_kv, compressed_kv, selected, sink, window_start, entry_start, visible, first_row, window, scale, reads):  # type: ignore[no-untyped-def]
+    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+def _attention_gradients(
+    grad_out: Tensor,
+    q: Tensor,
+    window_kv: Tensor,
+    compressed_kv: Tensor | None,
+    selected: Tensor | None,
+    sink: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bounds: RowBounds,
+    scale: float,
+    reads: int,
+    emit_teacher: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, d_window_kv, d_compressed_kv (empty without one), d_sink, teacher sums; no two of them share memory."""
+    entries, ids = _entries(compressed_kv, selected, reads)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    dq, d_window, d_entries, d_sink, teacher = attend_backward_rows(
+        grad_out, q, window_kv, entries, ids, sink, out, lse, bounds, scale, emit_teacher=emit_teacher, deterministic=deterministic
+    )
+    if d_entries is None:
+        d_entries = torch.zeros_like(compressed_kv) if compressed_kv is not None else q.new_empty(0)
+    elif d_entries.untyped_storage().data_ptr() == d_window.untyped_storage().data_ptr():
+        d_entries = d_entries.clone()
+    return dq, d_window.contiguous(), d_entries.contiguous(), d_sink, teacher
+
+
+@torch.library.custom_op(f"{NAMESPACE}::attend_backward", mutates_args=())
+def attend_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    window_kv: Tensor,
+    compressed_kv: Tensor | None,
+    selected: Tensor | None,
+    sink: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    window_start: Tensor,
+    entry_start: Tensor,
+    visible: Tensor,
+    first_row: int,
+    window: int,
+    scale: float,
+    reads: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, d_window_kv, d_compressed_kv (empty without compressed_kv), d_sink fp32."""
+    bounds = RowBounds(window_start, entry_start, visible, first_row, window)
+    with on_device_of(q):
+        return _attention_gradients(grad_out, q, window_kv, compressed_kv, selected, sink, out, lse, bounds, scale, reads, False)[:4]
+
+
+def _fake_attention_gradients(q: Tensor, window_kv: Tensor, compressed_kv: Tensor | None, sink: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    like = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, window_kv)]
+    entries = q.new_empty(0) if compressed_kv is None else torch.empty_like(compressed_kv, memory_format=torch.contiguous_format)
+    return like[0], like[1], entries, torch.empty_like(sink, dtype=torch.float32)
+
+
+@attend_backward.register_fake
+def _(grad_out, q, window_kv, compressed_kv, selected, sink, *rest):  # type: ignore[no-untyped-def]
+    return _fake_attention_gradients(q, window_kv, compressed_kv, sink)
+
+
+def _attend_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:5], *output, *inputs[5:8])
+    ctx.constants = inputs[8:]
+
+
+def _attend_autograd(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
+    q, window_kv, compressed_kv, selected, sink, *rest = ctx.saved_tensors
+    dq, d_window, d_entries, d_sink = attend_backward(grad_out, q, window_kv, compressed_kv, selected, sink, *rest, *ctx.constants)
+    return dq, d_window, None if compressed_kv is None else d_entries, None, d_sink, *(None,) * 7
+
+
+attend.register_autograd(_attend_autograd, setup_context=_attend_context)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::sparse_indexer_loss", mutates_args=())
+def sparse_indexer_loss(
+    index_q: Tensor,
+    index_k: Tensor,
+    index_w: Tensor,
+    support: Tensor,
+    q: Tensor,
+    compressed_kv: Tensor,
+    sink: Tensor,
+    lse: Tensor | None,
+    entry_start: Tensor,
+    visible: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """kl_sum fp32 [] and the teacher fp32 [R, K]; `lse` None means the compressed_only teacher."""
+    with on_device_of(q):
+        index_q, index_k, index_w, support, q, compressed_kv = (t.contiguous() for t in (index_q, index_k, index_w, support, q, compressed_kv))
+        known = None if lse is None else lse.float().contiguous()
+        teacher = sparse_teacher(q, compressed_kv, support, sink.float().contiguous(), known, entry_start, visible, scale)
+        kl, _ = sparse_loss(index_q, index_k, index_w, support, teacher, entry_start, visible)
+        return kl.sum(), teacher
+
+
+@sparse_indexer_loss.register_fake
+def _(index_q, index_k, index_w, support, q, *rest):  # type: ignore[no-untyped-def]
+    return q.new_empty((), dtype=torch.float32), q.new_empty(support.shape, dtype=torch.float32)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::sparse_indexer_gradient", mutates_args=())
+def sparse_indexer_gradient(
+    grad_kl: Tensor, index_q: Tensor, index_k: Tensor, index_w: Tensor, support: Tensor, teacher: Tensor, entry_start: Tensor, visible: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """d index_q, d index_k, d index_w of grad_kl * kl_sum; the scores are recomputed."""
+    with on_device_of(index_q):
+        operands = (t.contiguous() for t in (index_q, index_k, index_w, support, teacher))
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        _, gradients = sparse_loss(*operands, entry_start, visible, grad_kl.float(), deterministic)
+        assert gradients is not None
+        return gradients.index_q, gradients.index_k, gradients.index_w
+
+
+@sparse_indexer_gradient.register_fake
+def _(grad_kl, index_q, index_k, index_w, *rest):  # type: ignore[no-untyped-def]
+    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (index_q, index_k, index_w))
+
+
+def _sparse_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    index_q, index_k, index_w, support = inputs[:4]
+    ctx.save_for_backward(index_q, index_k, index_w, support, output[1], inputs[8], inputs[9])
+
+
+def _sparse_autograd(ctx: Any, grad_kl: Tensor, grad_teacher: Tensor) -> tuple[Any, ...]:
+    return *sparse_indexer_gradient(grad_kl, *ctx.saved_tensors), *(None,) * 8
+
+
+sparse_indexer_loss.register_autograd(_sparse_autograd, setup_context=_sparse_context)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::dense_indexer_loss", mutates_args=())
+def dense_indexer_loss(
+    index_q: Tensor,
+    index_k: Tensor,
+    index_w: Tensor,
+    q: Tensor,
+    compressed_kv: Tensor,
+    normaliser: Tensor,
+    entry_start: Tensor,
+    visible: Tensor,
+    scale: float,
+    ratio: int,
+    longest: int,
+    first_token: int,
+    with_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """kl_sum fp32 [] and its gradients to index_q, index_k, index_w (empty without `with_grad`).
+
+    The gradients come with the value, since the teacher over all entries costs more than everything else here; they take the place of index_q
+    in what is kept for the backward.
+    """
+    with on_device_of(q):
+        operands = (t.contiguous() for t in (index_q, index_k, index_w, q, compressed_kv, normaliser))
+        kl, gradients = dense_loss(*operands, entry_start, visible, scale, ratio, longest, first_token, with_grad)
+        if gradients is None:
+            return kl.sum(), *(t.new_empty(0) for t in (index_q, index_k, index_w))
+        return kl.sum(), gradients.index_q, gradients.index_k, gradients.index_w
+
+
+@dense_indexer_loss.register_fake
+def _(index_q, index_k, index_w, q, compressed_kv, normaliser, entry_start, visible, scale, ratio, longest, first_token, with_grad):  # type: ignore[no-untyped-def]
+    shapes = [t.shape if with_grad else (0,) for t in (index_q, index_k, index_w)]
+    gradients = [t.new_empty(shape) for t, shape in zip((index_q, index_k, index_w), shapes, strict=True)]
+    return q.new_empty((), dtype=torch.float32), *gradients
+
+
+def _dense_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*output[1:])
+
+
+def _dense_autograd(ctx: Any, grad_kl: Tensor, *grad_gradients: Tensor) -> tuple[Any, ...]:
+    return *((grad_kl * g).to(g.dtype) for g in ctx.saved_tensors), *(None,) * 10
+
+
+dense_indexer_loss.register_autograd(_dense_autograd, setup_context=_dense_context)

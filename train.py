@@ -37,12 +37,13 @@ def train(config: ExperimentConfig, arguments: list[str], job_folder: Path | Non
     if config.init_from is not None:
         load_initial_weights(module.decoder, resume.resolve(config.init_from, None, key="init_from"))
     initial_weights = report.weights_sha256(module.decoder)
-    data = CSADataModule.from_config(config)
+    data = CSADataModule(config.data, **launch.data_arguments(config))
     data.prepare_data()
     data.setup("fit")
+    resume.check_order(checkpoint, data)
 
     run = launch.open_run_on_every_rank(config, checkpoint, job_folder)
-    callbacks = [*build_callbacks(config, run), console.StepProgress(config.trainer.max_steps, config.trainer.log_every_n_steps)]
+    callbacks = [*build_callbacks(config, run), *console.progress(config.trainer)]
     trainer = launch.build_trainer(config, run, callbacks, launch.build_loggers(config, run, resume_step))
     summary = report.Summary(config, run, data, initial_weights)
     if trainer.is_global_zero:
@@ -50,7 +51,8 @@ def train(config: ExperimentConfig, arguments: list[str], job_folder: Path | Non
         report.print_start(config, run, module, data, [*warned, *(f"changed on resume: {line}" for line in changed)])
     with summary.marked_failed_on_error(trainer):
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
-        launch.finish(trainer, module, data, run, config.trainer.val_every_steps)
+        if trainer.global_step % config.trainer.val_every_steps:  # the last validation did not see the final weights
+            trainer.validate(module, datamodule=data, verbose=False)
     return summary.finish(trainer)
 
 
@@ -58,21 +60,19 @@ def train(config: ExperimentConfig, arguments: list[str], job_folder: Path | Non
 def job(composed: DictConfig) -> None:
     """One composed config. A failing job of a multirun is reported at once; the exit status follows when all jobs are done."""
     hydra_config = HydraConfig.get()
-    sweeping = hydra_config.mode == RunMode.MULTIRUN
+    job_folder = Path(hydra_config.runtime.output_dir) if hydra_config.mode == RunMode.MULTIRUN else None
     arguments = list(hydra_config.overrides.task)
     with launch.isolated_job(arguments):
         try:
-            missing = OmegaConf.missing_keys(composed)
-            if missing:
-                raise ConfigError(f"{', '.join(sorted(missing))} must be given: KEY=VALUE")
-            config = from_mapping(OmegaConf.to_container(composed, resolve=True))
-            if sweeping and config.run_dir is not None:
+            config = from_mapping(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
+            if job_folder is not None and config.run_dir is not None:
                 raise ConfigError("run_dir names one folder, but a multirun needs one per job; name the folder above them with hydra.sweep.dir=PATH")
-            train(config, arguments, Path(hydra_config.runtime.output_dir) if sweeping else None)
+            train(config, arguments, job_folder)
         except Exception as error:
             console.report(error)
-            if sweeping:
-                run_dir.remove_empty(Path(hydra_config.runtime.output_dir))
+            if job_folder is None:
+                sys.exit(1)
+            run_dir.remove_empty(job_folder)
             raise
 
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from csa_model.config import ConfigError
+from csa_model.config import ConfigError, TrainerConfig
 from kernels import BackendUnsupported
 
 READABLE = (ConfigError, BackendUnsupported, HydraException, OmegaConfBaseException)
@@ -27,6 +27,8 @@ READABLE = (ConfigError, BackendUnsupported, HydraException, OmegaConfBaseExcept
 # Known and harmless here, each for the reason given; anything else stays visible.
 HARMLESS_WARNINGS = (
     r".*does not have many workers.*",  # rows are packed from a memory map, faster than any worker starts
+    r".*`IterableDataset` has `__len__` defined.*",  # the validation rows know their number on every rank
+    r".*You have overridden `transfer_batch_to_device` in both.*",  # both do the same; the module's serves use without the data module
     r".*`isinstance\(treespec, LeafSpec\)` is deprecated.*",  # torch's own, from inside Lightning
     r".*Checkpoint directory .* exists and is not empty.*",  # a run that is continued in place
     r".*The number of training batches \(\d+\) is smaller than the logging interval.*",  # short trial runs
@@ -94,7 +96,13 @@ def number(value: float | None, digits: int = 3) -> str:
 class StepProgress(L.Callback):
     """A bar over optimizer steps in a terminal; one line per `every` steps elsewhere (a file, a batch job)."""
 
-    COLUMNS = (("loss", "train/lm_loss", 3), ("val", "val/loss", 3), ("bits/byte", "val/bits_per_byte", 3), ("kl", "indexer/kl", 4))
+    COLUMNS = (
+        ("loss", "train/lm_loss", 3),
+        ("val", "val/loss", 3),
+        ("bits/byte", "val/bits_per_byte", 3),
+        ("kl", "indexer/kl", 4),
+        ("recall", "indexer/recall_at_k", 2),
+    )
 
     def __init__(self, max_steps: int, every: int) -> None:
         self.max_steps, self.every = max_steps, every
@@ -118,7 +126,17 @@ class StepProgress(L.Callback):
             self._task = self._bar.add_task("training", total=self.max_steps, completed=trainer.global_step, metrics="")
             self._bar.start()
 
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        self._show(trainer)  # of the step before: its metrics and its validation are there by now
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._show(trainer)
+        self._stop()
+
+    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
+        self._stop()
+
+    def _show(self, trainer: L.Trainer) -> None:
         step = trainer.global_step
         if not trainer.is_global_zero or step == self._last:  # inside an accumulation
             return
@@ -128,12 +146,6 @@ class StepProgress(L.Callback):
         elif step % self.every == 0 or step == self.max_steps:
             print(f"step {step}/{self.max_steps}  {self._metrics(trainer.callback_metrics)}  {time.monotonic() - self._started:.0f} s", flush=True)
 
-    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self._stop()
-
-    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
-        self._stop()
-
     def _stop(self) -> None:
         if self._bar is not None:
             self._bar.stop()
@@ -141,3 +153,8 @@ class StepProgress(L.Callback):
 
     def _metrics(self, metrics: Mapping[str, Any]) -> str:
         return "  ".join(f"{label} {float(metrics[key]):.{digits}f}" for label, key, digits in self.COLUMNS if key in metrics)
+
+
+def progress(config: TrainerConfig) -> list[L.Callback]:
+    """The progress callback, unless trainer.enable_progress_bar=false."""
+    return [StepProgress(config.max_steps, config.log_every_n_steps)] if config.enable_progress_bar else []

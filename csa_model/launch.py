@@ -20,7 +20,6 @@ from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import CSVLogger, Logger
 
 from csa_model.config import ConfigError, ExperimentConfig, LoggerConfig
-from csa_model.resume import LAST
 from csa_model.run_dir import RunDirectory, open_run, plain, refuse
 
 RUN_FOLDER_OF_RANK_ZERO = "CSA_RUN_FOLDER"  # read by the processes that a data-parallel run starts, so that every rank writes to one folder
@@ -114,6 +113,18 @@ def _wandb_logger(config: ExperimentConfig, run: RunDirectory) -> Logger:
     )
 
 
+def data_arguments(config: ExperimentConfig) -> dict[str, Any]:
+    """What the data module must know of the rest of the configuration."""
+    model = config.model
+    return {
+        "ratios": model.compress_ratios[: model.num_hidden_layers + int(model.mtp.enabled)],
+        "vocab_size": model.vocab_size,
+        "accumulate": config.trainer.accumulate_grad_batches,
+        "seed": config.seed if config.data_seed is None else config.data_seed,
+        "max_steps": config.trainer.max_steps,
+    }
+
+
 def is_first_process() -> bool:
     """Whether this process is rank 0, judged before any process group exists, from what Lightning, torchrun or srun put into the environment."""
     for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"):
@@ -144,13 +155,6 @@ def _shared_folder(config: ExperimentConfig) -> str:
     if config.run_dir is None:
         raise ConfigError("processes that torchrun or srun start cannot agree on a folder named by the time: give run_dir=PATH")
     return str(Path(config.run_dir).expanduser().resolve())
-
-
-def finish(trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule, run: RunDirectory, val_every_steps: int) -> None:
-    """After the last step: checkpoints/last.ckpt, and a validation of the final weights where the interval did not end on them."""
-    trainer.save_checkpoint(run.checkpoints / LAST)
-    if trainer.global_step % val_every_steps:
-        trainer.validate(module, datamodule=data, verbose=False)
 
 
 def build_trainer(config: ExperimentConfig, run: RunDirectory, callbacks: Sequence[L.Callback], loggers: Sequence[Logger]) -> L.Trainer:

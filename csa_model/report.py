@@ -92,11 +92,7 @@ class Summary:
             "seed": config.seed,
             "initial_weights_sha256": initial_weights_sha256,
             "corpus_sha256": self.corpus.sha256,
-            "data_order": {
-                "seed": config.seed if config.data_seed is None else config.data_seed,
-                "sequence_length": config.data.sequence_length,
-                "tokens_per_batch": config.data.tokens_per_batch,
-            },
+            "data_order": data.order,
             "unigram_loss": self.corpus.unigram_loss,
             "unigram_bits_per_byte": self.corpus.unigram_bits_per_byte,
         }

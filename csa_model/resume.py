@@ -72,15 +72,25 @@ def overrides_of_run(given: Sequence[Override]) -> list[str]:
 
 def read_config(path: Path) -> tuple[Mapping[str, Any], int]:
     """Config (plain containers) and optimizer step of a checkpoint of this program. Raises ConfigError for any other file."""
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, zipfile.BadZipFile) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"{path} cannot be read as a checkpoint: {reason}") from None
+    content = _load(path)
     config = content.get("hyper_parameters", {}).get("config") if isinstance(content, Mapping) else None
     if not isinstance(config, Mapping) or "model" not in config:
         raise ConfigError(f"{path} is no checkpoint of this program: it holds no configuration")
     return config, int(content.get("global_step", 0))
+
+
+def check_order(path: Path | None, data: Any) -> None:
+    """Raise ConfigError where the checkpoint's data are not those of `data`, before anything is written (Lightning would find out in the middle)."""
+    if path is not None and "CSADataModule" in (content := _load(path)):
+        data.load_state_dict(content["CSADataModule"])
+
+
+def _load(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, zipfile.BadZipFile) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(f"{path} cannot be read as a checkpoint: {reason}") from None
 
 
 def compare(path: Path, stored: Mapping[str, Any], config: ExperimentConfig) -> list[str]:

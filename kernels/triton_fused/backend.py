@@ -47,7 +47,7 @@ class TritonBackend(Backend):
             "select": f"chunked index scores and exact top-k, plain Triton kernels, {version}",
             "attend": f"{attention}, {version}",
             "indexer_loss": f"log-space teacher, plain Triton kernels, {version}",
-            "attend_with_indexer_loss": f"full_csa over selected entries: teacher emitted by the attention backward, {version}; else attend + indexer_loss",
+            "attend_with_indexer_loss": f"teacher emitted by the attention backward (full_csa over selected entries, else the pair), {version}",
         }
 
     @torch.no_grad()
@@ -80,7 +80,18 @@ class TritonBackend(Backend):
         bounds = RowBounds.of(layout, ratio, window, reads != ops.Reads.NOTHING)
         ids = selected.to(torch.int32) if isinstance(selected, Tensor) else None
         out, lse = ops.attend(
-            q, window_kv, compressed_kv, ids, sink, bounds.window_start, bounds.entry_start, bounds.visible, bounds.first_row, window, scale, int(reads)
+            q,
+            window_kv,
+            compressed_kv,
+            ids,
+            sink,
+            bounds.window_start,
+            bounds.entry_start,
+            bounds.visible,
+            bounds.first_row,
+            window,
+            scale,
+            int(reads),
         )
         return out, lse.detach()
 
@@ -160,9 +171,7 @@ class TritonBackend(Backend):
         bounds = RowBounds.of(layout, ratio, window, True)
         value = torch.zeros((), dtype=torch.float32, device=q.device)
         tensors = (index_q, index_k, index_w, selected.to(torch.int32), q, window_kv, compressed_kv, sink)
-        out, lse, kl_sum = attend_and_teach(
-            *tensors, bounds.window_start, bounds.entry_start, bounds.visible, value, bounds.first_row, window, scale
-        )
+        out, lse, kl_sum = attend_and_teach(*tensors, bounds.window_start, bounds.entry_start, bounds.visible, value, bounds.first_row, window, scale)
         return out, lse.detach(), kl_sum, IndexerStats(value, (bounds.visible > 0).sum())
 
 

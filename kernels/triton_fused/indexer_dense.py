@@ -244,11 +244,9 @@ def _loss_shape(heads: int, dim: int, dtype: torch.dtype) -> dict[str, int | str
     """Tile and launch options shared by both gradient kernels."""
     padded, block_d = max(16, triton.next_power_of_2(heads)), max(16, triton.next_power_of_2(dim))
     if dtype == torch.float32:
-        return dict(BLOCK_H=16, BLOCK_D=block_d, BLOCK_N=16, PRECISION="ieee", num_warps=4, num_stages=1)
-    wide = block_d <= 128
-    return dict(
-        BLOCK_H=min(padded, 64), BLOCK_D=block_d, BLOCK_N=64 if wide else 32, PRECISION="tf32", num_warps=4 if wide else 8, num_stages=2 if wide else 1
-    )
+        return {"BLOCK_H": 16, "BLOCK_D": block_d, "BLOCK_N": 16, "PRECISION": "ieee", "num_warps": 4, "num_stages": 1}
+    block = {"BLOCK_H": min(padded, 64), "BLOCK_D": block_d, "PRECISION": "tf32"}
+    return block | ({"BLOCK_N": 64, "num_warps": 4, "num_stages": 2} if block_d <= 128 else {"BLOCK_N": 32, "num_warps": 8, "num_stages": 1})
 
 
 def _write_head_sums(

@@ -46,8 +46,8 @@ def select(
 ) -> Tensor:
     """int32 [R, K]; see `selection.select_entries`."""
     with on_device_of(index_q):
-        operands = (t.contiguous() for t in (index_q, index_k, index_w))
-        return select_entries(*operands, entry_start, visible, topk, ratio, longest, first_token)
+        index_q, index_k, index_w = index_q.contiguous(), index_k.contiguous(), index_w.contiguous()
+        return select_entries(index_q, index_k, index_w, entry_start, visible, topk, ratio, longest, first_token)
 
 
 @select.register_fake
@@ -198,9 +198,9 @@ def sparse_indexer_gradient(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """d index_q, d index_k, d index_w of grad_kl * kl_sum; the scores are recomputed."""
     with on_device_of(index_q):
-        operands = (t.contiguous() for t in (index_q, index_k, index_w, support, teacher))
+        index_q, index_k, index_w, support = (t.contiguous() for t in (index_q, index_k, index_w, support))
         deterministic = torch.are_deterministic_algorithms_enabled()
-        _, gradients = sparse_loss(*operands, entry_start, visible, grad_kl.float(), deterministic)
+        _, gradients = sparse_loss(index_q, index_k, index_w, support, teacher.contiguous(), entry_start, visible, grad_kl.float(), deterministic)
         assert gradients is not None
         return gradients.index_q, gradients.index_k, gradients.index_w
 
@@ -244,10 +244,12 @@ def dense_indexer_loss(
     in what is kept for the backward.
     """
     with on_device_of(q):
-        operands = (t.contiguous() for t in (index_q, index_k, index_w, q, compressed_kv, normaliser))
-        kl, gradients = dense_loss(*operands, entry_start, visible, scale, ratio, longest, first_token, with_grad)
+        index_q, index_k, index_w, q, compressed_kv = (t.contiguous() for t in (index_q, index_k, index_w, q, compressed_kv))
+        kl, gradients = dense_loss(
+            index_q, index_k, index_w, q, compressed_kv, normaliser.contiguous(), entry_start, visible, scale, ratio, longest, first_token, with_grad
+        )
         if gradients is None:
-            return kl.sum(), *(t.new_empty(0) for t in (index_q, index_k, index_w))
+            return kl.sum(), index_q.new_empty(0), index_k.new_empty(0), index_w.new_empty(0)
         return kl.sum(), gradients.index_q, gradients.index_k, gradients.index_w
 
 

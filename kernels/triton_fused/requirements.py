@@ -61,7 +61,9 @@ def check_geometry(geometry: Geometry) -> None:
     _check_range("heads", geometry.heads, 1, 128)
     _check_range("head_dim", geometry.head_dim, 16, 512)
     if geometry.head_dim % 8:
-        raise BackendUnsupported(f"head_dim={geometry.head_dim} is not a multiple of 8: rows of keys would not begin on 16 bytes", f"a multiple of 8, or {UNFUSED}")
+        raise BackendUnsupported(
+            f"head_dim={geometry.head_dim} is not a multiple of 8: rows of keys would not begin on 16 bytes", f"a multiple of 8, or {UNFUSED}"
+        )
     if geometry.index_heads is not None:
         _check_range("index_heads", geometry.index_heads, 1, 128)
     if geometry.index_head_dim is not None:

@@ -51,9 +51,10 @@ def theirs(config: ModelConfig, weights: dict[str, Tensor], tokens: Tensor, mode
 
 
 def check(config: ModelConfig, mode: AttentionMode, dtype: torch.dtype, tolerance: float) -> None:
+    """The decoder in `dtype` against the reference in float64, each difference relative to the largest value of its tensor."""
     decoder, tokens = build(config, dtype=dtype), random_tokens(ROW)
     logits, losses = ours(decoder, tokens, mode)
-    weights = {name: value.detach().clone().requires_grad_(value.is_floating_point()) for name, value in decoder.state_dict().items()}
+    weights = {name: value.double().requires_grad_() if value.is_floating_point() else value for name, value in decoder.state_dict().items()}
     expected_logits, expected = theirs(config, weights, tokens, mode)
     assert relative_error(logits[: sum(LENGTHS)], expected_logits) < tolerance
     assert len(losses) == len(expected)
@@ -65,7 +66,9 @@ def check(config: ModelConfig, mode: AttentionMode, dtype: torch.dtype, toleranc
     for name, parameter in decoder.named_parameters():
         assert parameter.grad is not None, name
         assert weights[name].grad is not None, name
-        assert relative_error(parameter.grad, weights[name].grad) < tolerance, name
+        # the norm behind the last streams takes their common factor out: this gradient is what is left of terms that cancel
+        cancels = dtype == torch.float32 and "hc_head" in name
+        assert relative_error(parameter.grad, weights[name].grad) < tolerance * (10 if cancels else 1), name
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda m: f"{m.attention}-{m.indexer_loss}-{m.teacher}")
@@ -84,4 +87,5 @@ def test_every_part_can_be_off(config: ModelConfig) -> None:
 
 
 def test_float32_stays_close_to_the_reference() -> None:
-    check(tiny_config(), MODES[0], torch.float32, 2e-4)
+    """Field report 47: 1e-5 in single precision."""
+    check(tiny_config(), MODES[0], torch.float32, 1e-5)

@@ -112,9 +112,9 @@ class CSADataModule(L.LightningDataModule):
     def train_dataloader(self) -> DataLoader[PackedBatch]:
         return _TrainLoader(self, num_workers=self.config.num_workers, pin_memory=self._pinned)
 
-    def val_dataloader(self) -> DataLoader[PackedBatch]:
+    def val_dataloader(self) -> ValidationRows:
         # a handful of rows: starting workers would take longer than making them
-        return DataLoader(self.validation_rows(), batch_size=None, pin_memory=self._pinned, generator=_own_generator())
+        return self.validation_rows()
 
     def transfer_batch_to_device(self, batch: PackedBatch, device: torch.device, dataloader_idx: int) -> PackedBatch:
         return batch.to(device, non_blocking=self._pinned)

@@ -120,11 +120,12 @@ class TrainRows(IterableDataset[PackedBatch]):
         return pack(pieces, self.stream.row_tokens, self.stream.ratios, step=self.stream.counts(first, first + group))
 
 
-class ValidationRows(IterableDataset[PackedBatch]):
+class ValidationRows:
     """The first `limit` rows of the fixed validation packing, shared out over the ranks. `step` counts each row alone.
 
     Rank r of w takes rows r, r + w, ... Every rank yields equally many, since collectives inside a forward pass would hang otherwise: where the rows
     do not divide, the last ranks get a row of padding, which counts nothing. So no sample is seen twice and none is lost, whatever the world size.
+    It is its own loader: a DataLoader would get Lightning's DistributedSampler, which repeats samples.
     """
 
     def __init__(self, source: PieceSource, row_tokens: int, ratios: Sequence[int], limit: int, rank: int = 0, world_size: int = 1) -> None:

@@ -92,7 +92,7 @@ def split_digests(digests: Sequence[bytes], fraction: float) -> list[bool]:
 def tokenized(corpus: TextCorpus, config: DataConfig) -> tuple[TokenFile, Tokenizer]:
     """Tokens of the corpus, training documents first, and the tokenizer, trained on these alone. Both from data.cache_dir if they are there.
 
-    The cache folder is named by a hash of all it depends on and appears as a whole or not at all, so parallel jobs and crashes never leave a half one.
+    The cache folder is named by a hash of all it depends on and appears as a whole or not at all: parallel jobs and crashes leave no half one.
     A folder that fails its checksums is built again.
     """
     settings = [CACHE_VERSION, corpus.sha256, config.tokenizer.name, config.tokenizer.vocab_size, config.validation_fraction]
@@ -196,16 +196,15 @@ def _open_cache(folder: Path) -> tuple[TokenFile, Tokenizer]:
 
 def _put_in_place(draft: Path, folder: Path) -> None:
     """Rename the finished draft. Where another job was faster its folder stays, unless it is damaged."""
-    try:
-        os.rename(draft, folder)
-        return
-    except OSError:
-        if not folder.exists():
-            raise
-    with contextlib.suppress(ConfigError):
-        _open_cache(folder)
-        return
-    damaged = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    os.rename(folder, damaged / "damaged")
-    shutil.rmtree(damaged, ignore_errors=True)
-    os.rename(draft, folder)
+    while True:
+        try:
+            os.rename(draft, folder)
+            return
+        except OSError:
+            if not folder.exists():
+                raise
+        with contextlib.suppress(ConfigError):
+            _open_cache(folder)
+            return
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as bin_, contextlib.suppress(FileNotFoundError):
+            os.rename(folder, Path(bin_) / "damaged")

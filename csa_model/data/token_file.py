@@ -240,7 +240,7 @@ def _read_sidecar(path: Path) -> SideCar:
 
 
 def _check_dtype(dtype: Any, vocab: int, where: str) -> None:
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ConfigError(f"{where}: dtype={dtype!r} is not legal; legal: {', '.join(DTYPES)}")
     largest = np.iinfo(DTYPES[dtype]).max
     if vocab > largest + 1:

@@ -190,12 +190,24 @@ def _parts(text: str) -> list[str]:
 
 @contextlib.contextmanager
 def _parallel() -> Iterator[None]:
-    """Encode on all cores here, on one in processes forked later (data workers): the library warns about every fork unless it is told which."""
+    """Use all cores in here. In a forked process one, since the library's threads do not survive a fork and waiting for them would never end.
+
+    Outside, the setting stays "off" instead of absent: the library prints a warning at every fork (data workers) until it is told which.
+    """
     if CHOSEN_BY_USER:
         yield
         return
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false" if _forked else "true"
     try:
         yield
     finally:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _note_fork() -> None:
+    global _forked
+    _forked = True
+
+
+_forked = False
+os.register_at_fork(after_in_child=_note_fork)

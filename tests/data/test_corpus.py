@@ -13,6 +13,7 @@ from csa_model.config import ConfigError, DataConfig, TokenizerConfig
 from csa_model.data.corpus import build_corpus, check_data, unigram_loss
 from csa_model.data.stream import ValidationRows
 from tests.data.helpers import EOS, VOCAB, source_of, text_config, token_file_of, write_texts
+import itertools
 
 
 def memmap_config(path: Path, **settings: object) -> DataConfig:
@@ -65,7 +66,7 @@ def test_target_bytes_of_whole_documents_are_their_bytes(tmp_path: Path) -> None
         texts = {i: file.read_bytes() for i, file in enumerate(sorted(folder.glob("*.txt")))}
         file = corpus.validation.token_file  # type: ignore[attr-defined]
         bounds = file.document_bounds()[file.sidecar.train_documents :]
-        documents = [file.ids[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        documents = [file.ids[a:b] for a, b in itertools.pairwise(bounds)]
         assert sum(len(d) - 1 for d in documents) == held_out
         raw = [corpus.tokenizer.decode(d[:-1].tolist()).encode() for d in documents]
         assert all(r in texts.values() for r in raw)
@@ -134,10 +135,10 @@ def test_ids_beyond_the_model_are_refused(tmp_path: Path) -> None:
 
 def test_a_split_without_a_target_is_refused(tmp_path: Path) -> None:
     token_file_of(tmp_path / "t", [1, 1, 1])
-    with pytest.raises(ConfigError, match="split of .* has no token to predict"):
+    with pytest.raises(ConfigError, match=r"split of .* has no token to predict"):
         build_corpus(memmap_config(tmp_path / "t"), vocab_size=VOCAB, seed=1)
     (tmp_path / "x.txt").write_text("a")
-    with pytest.raises(ConfigError, match="split of .*x.txt has no token to predict"):
+    with pytest.raises(ConfigError, match=r"split of .*x.txt has no token to predict"):
         build_corpus(text_config(tmp_path, tmp_path / "x.txt"), vocab_size=300, seed=1)
 
 

@@ -211,7 +211,7 @@ def test_text_needs_no_second_reading_and_gives_a_tokenizer(tmp_path: Path) -> N
 
 
 def test_bad_settings_are_refused_at_construction(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="data=text_files needs data.path"):
+    with pytest.raises(ConfigError, match=r"data=text_files needs data.path"):
         CSADataModule(text_config(tmp_path, None), ratios=(4,), vocab_size=300, accumulate=1, seed=1, max_steps=1)
     with pytest.raises(ConfigError, match="accumulate_grad_batches=0"):
         CSADataModule(text_config(tmp_path, tmp_path), ratios=(4,), vocab_size=300, accumulate=0, seed=1, max_steps=1)

@@ -12,6 +12,7 @@ from csa_model.data.text import read_text_files
 from csa_model.data.token_file import open_token_file
 from csa_model.data.tokenizers import END_OF_TEXT
 from tests.data.helpers import write_texts
+import itertools
 
 
 @pytest.mark.parametrize("tokenizer", ["bpe", "bytes"])
@@ -29,7 +30,7 @@ def test_prepared_text_trains_with_bits_per_byte(tmp_path: Path, tokenizer: str,
     assert corpus.info.unigram_bits_per_byte is not None
     file = open_token_file(out)
     bounds = file.document_bounds()
-    texts = [corpus.tokenizer.decode(file.ids[a : b - 1].tolist()) for a, b in zip(bounds, bounds[1:], strict=False)]
+    texts = [corpus.tokenizer.decode(file.ids[a : b - 1].tolist()) for a, b in itertools.pairwise(bounds)]
     assert texts == [document.text for document in read_text_files(folder).documents]
 
 

@@ -15,6 +15,7 @@ from csa_model.data import text
 from csa_model.data.text import is_validation, read_stdlib, read_text_files, split_digests, tokenized
 from csa_model.data.token_file import sidecar_path
 from tests.data.helpers import text_config, write_texts
+import itertools
 
 
 def test_the_standard_library_is_read_without_tests_and_packages() -> None:
@@ -121,7 +122,7 @@ def test_tokens_come_from_the_cache_the_second_time(tmp_path: Path, monkeypatch:
     assert again.ids.tolist() == file.ids.tolist()
     assert same.serialized() == tokenizer.serialized()
     bounds = file.document_bounds()
-    texts = [tokenizer.decode(file.ids[a : b - 1].tolist()) for a, b in zip(bounds, bounds[1:], strict=False)]
+    texts = [tokenizer.decode(file.ids[a : b - 1].tolist()) for a, b in itertools.pairwise(bounds)]
     assert sorted(texts) == sorted(document.text for document in corpus.documents)
     train = file.sidecar.train_documents
     assert train is not None
@@ -232,7 +233,7 @@ def test_the_only_document_is_cut_at_a_line(tmp_path: Path) -> None:
     config = DataConfig(name="text_files", path=str(path), cache_dir=str(tmp_path / "cache"), validation_fraction=0.1)
     file, tokenizer = tokenized(read_text_files(path), config)
     bounds = file.document_bounds()
-    train, validation = (tokenizer.decode(file.ids[a : b - 1].tolist()) for a, b in zip(bounds, bounds[1:], strict=False))
+    train, validation = (tokenizer.decode(file.ids[a : b - 1].tolist()) for a, b in itertools.pairwise(bounds))
     assert train + validation == path.read_text()
     assert validation.startswith("line 9")
     assert 0.08 < len(validation) / len(train + validation) < 0.13

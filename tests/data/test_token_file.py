@@ -117,7 +117,7 @@ def test_a_bad_side_car_is_refused_by_name(tmp_path: Path, entries: dict[str, An
 
 def test_a_missing_or_unreadable_side_car_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "tokens.bin"
-    with pytest.raises(ConfigError, match="is not a file.*prepare"):
+    with pytest.raises(ConfigError, match=r"is not a file.*prepare"):
         open_token_file(path)
     path.write_bytes(b"\0\0")
     with pytest.raises(ConfigError, match=r"has no side-car .*tokens.bin.json"):

@@ -54,7 +54,7 @@ def test_training_is_repeatable_and_bounded_by_vocab_size() -> None:
     assert digest(BPETokenizer.train(TEXTS, 300)) == digest(BPE)
     assert BPE.vocab_size == 300
     assert BPETokenizer.train(["abab"], 5000).vocab_size < 300  # a small corpus does not fill it
-    with pytest.raises(ConfigError, match="vocab_size=256.*legal: >= 257"):
+    with pytest.raises(ConfigError, match=r"vocab_size=256.*legal: >= 257"):
         BPETokenizer.train(TEXTS, 256)
 
 

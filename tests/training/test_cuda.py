@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training on an NVIDIA GPU: nothing waits for the device inside a step, and a poisoned step still stops the run in time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from training_helpers import loader, make_config, make_module, make_rows, make_trainer
+
+from csa_model.callbacks import IndexerDiagnostics, LastCheckpoint, PeakMemory, Throughput, periodic_checkpoints
+from csa_model.config import CheckpointConfig
+from csa_model.gradients import NonFiniteGradientError, clip_to_norm, gradient_norms
+from csa_model.losses import total_loss
+from csa_model.optimizers import MuonAdamW, build_optimizer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+
+@contextlib.contextmanager
+def _no_waiting() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _fit(config: Any, callbacks: list[L.Callback], rows: Any) -> tuple[Any, L.Trainer]:
+    module = make_module(config)
+    trainer = make_trainer(config, accelerator="gpu", callbacks=callbacks, enable_checkpointing=True, logger=False)
+    trainer.fit(module, loader(rows), loader(rows[:1]))
+    return module, trainer
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_training_on_the_gpu_follows_the_cpu(precision: str, tmp_path: Path) -> None:
+    rows = make_rows([[40, 7], [30, 18], [48]])
+    reference = make_config(max_steps=3)
+    cpu = make_trainer(reference, limit_val_batches=0)
+    cpu.fit(make_module(reference), loader(rows))
+    config = make_config(max_steps=3, accelerator="gpu", precision=precision)
+    callbacks = [Throughput(config), PeakMemory(), periodic_checkpoints(CheckpointConfig(every_n_steps=2), tmp_path), LastCheckpoint(tmp_path)]
+    _, trainer = _fit(config, callbacks, rows)
+    for name in ("train/lm_loss", "train/mtp_loss"):
+        assert float(trainer.callback_metrics[name]) == pytest.approx(float(cpu.callback_metrics[name]), rel=1e-3 if precision == "32-true" else 2e-2)
+    assert trainer.callback_metrics["memory/peak_gib"] > 0
+    assert "memory/process_rss_gib" not in trainer.callback_metrics
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 3
+
+
+def test_losses_clipping_guard_and_optimizer_never_wait_for_the_device() -> None:
+    (batch,) = make_rows([[40, 7]])
+    config = make_config(accelerator="gpu")
+    module = make_module(config).cuda()
+    batch = batch.to("cuda")
+    optimizer = build_optimizer(module.decoder, config.optimizer)
+    trained = [(n, p) for n, p in module.decoder.named_parameters() if p.requires_grad]
+    for step in range(3):
+        output = module.run_decoder(batch)
+        with _no_waiting():
+            terms = total_loss(output, batch, module.decoder, config)
+        terms.total.backward()
+        with _no_waiting():
+            names, norms = gradient_norms(trained)
+            module._guards["train/grad_norm"].check(names, norms, step + 1)
+            clip_to_norm(trained, torch.linalg.vector_norm(norms), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_poisoned_step_stops_the_run_before_it_is_saved(tmp_path: Path) -> None:
+    class Poison(L.Callback):
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            if trainer.global_step == 1:
+                dict(pl_module.decoder.named_parameters())["layers.1.attn.wq_a.weight"].grad[0, 0] = float("nan")
+
+    rows = make_rows([[40]] * 6)
+    config = make_config(max_steps=6, accelerator="gpu")
+    for interval in (1, 4):  # saved at once, and not before the next step has noticed
+        folder = tmp_path / str(interval)
+        with pytest.raises(NonFiniteGradientError, match=r"layers\.1\.attn\.wq_a\.weight is not finite in optimizer step 2"):
+            _fit(config, [Poison(), periodic_checkpoints(CheckpointConfig(every_n_steps=interval), folder), LastCheckpoint(folder)], rows)
+        for path in folder.glob("*.ckpt"):
+            saved = torch.load(path, weights_only=True)
+            assert saved["global_step"] == 1
+            assert all(bool(torch.isfinite(v).all()) for v in saved["state_dict"].values() if v.is_floating_point())
+
+
+def test_muon_in_bf16_follows_fp32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(3, 64, 96, generator=generator)
+    grad = torch.randn(3, 64, 96, generator=generator)
+    updates = []
+    for device in ("cpu", "cuda"):
+        p = torch.nn.Parameter(start.clone().to(device))
+        p.grad = grad.to(device)
+        MuonAdamW([{"name": "m", "algorithm": "muon", "params": [p], "lr": 1.0}]).step()
+        updates.append((p.detach().cpu() - start) / 0.18)
+    assert (updates[0] - updates[1]).norm() < 0.03 * updates[0].norm()
+    assert float(updates[1].square().mean().sqrt()) == pytest.approx(1.0, abs=0.02)
+
+
+def test_diagnostics_on_the_gpu_follow_the_cpu() -> None:
+    class Data(L.LightningDataModule):
+        def val_dataloader(self) -> Any:
+            return loader(make_rows([[40, 5, 3]], seed=7))
+
+    results = []
+    for accelerator in ("cpu", "gpu"):
+        config = make_config(accelerator=accelerator)
+        trainer = make_trainer(config, accelerator=accelerator)
+        trainer.datamodule = Data()  # type: ignore[attr-defined]
+        module = make_module(config).to("cuda" if accelerator == "gpu" else "cpu")
+        results.append(IndexerDiagnostics(config.callbacks.indexer_diagnostics, config.model.index_topk).measure(trainer, module))
+    assert results[0] == pytest.approx(results[1], rel=1e-3, abs=1e-4)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import logsigmoid
 
 from kernels.backend import AllVisible, Selection
 from kernels.layout import PackedLayout
@@ -74,6 +75,11 @@ def softmax_parts(logits: list[Tensor]) -> tuple[Tensor, Tensor]:
     return total, top + total.log()
 
 
+def add_sink(lse: Tensor, sink: Tensor) -> Tensor:
+    """log(exp(lse) + exp(sink)) for lse [R, H], sink [H], infinities included. (torch.logaddexp does the same without vector instructions.)"""
+    return torch.where(lse == -torch.inf, sink, lse - logsigmoid(lse - sink))
+
+
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -124,26 +130,27 @@ class _Attend(torch.autograd.Function):
             all_sources = key_sources(window_kv, compressed_kv, selected, layout, ratio, window, dtype)
             sources = [s for s in all_sources if s is not None]
             grads = [s.new_grad() for s in sources]
-            for start, stop in row_chunks(layout, [(source, 2 * heads) for source in sources]):
+            for start, stop in row_chunks(layout, [(source, 3 * heads) for source in sources]):
                 chunk_lse = lse[start:stop]
                 filled = (chunk_lse != -torch.inf)[..., None]
-                total = torch.where(filled[..., 0], torch.logaddexp(chunk_lse, sink.to(dtype)), 0)[..., None]
+                total = torch.where(filled[..., 0], add_sink(chunk_lse, sink.to(dtype)), 0)[..., None]
                 # a row without a key gives nothing, whatever stands in its query and its incoming gradient
                 scaled_q = torch.where(filled, q[start:stop].to(dtype) * scale, 0)
                 grad = torch.where(filled, grad_out[start:stop].to(dtype), 0)
                 delta = (grad * out[start:stop].to(dtype)).sum(-1, keepdim=True)
                 sink_share = torch.where(filled, torch.sigmoid(sink.to(dtype)[:, None] - chunk_lse[..., None]), 0)
                 grad_sink -= (sink_share * delta).sum((0, 2))
-                into_keys, into_values = torch.cat([scaled_q, grad], 1), torch.cat([grad, scaled_q], 1)
+                q_and_grad = torch.cat([scaled_q, grad], 1)
                 chunk_grad_q = torch.zeros_like(scaled_q)
                 for source, key_grad in zip(sources, grads, strict=True):
                     keys = source.chunk(start, stop)
-                    both = keys.dot(into_keys)  # logits above, d probabilities below
-                    p, d_logit = both[:, :heads], both[:, heads:]
-                    p.add_(keys.bias[:, None, :]).sub_(total).exp_()
-                    d_logit.sub_(delta).mul_(p)
-                    chunk_grad_q += keys.mix(d_logit)
-                    keys.add_outer(key_grad, both, into_values)
+                    both = keys.dot(q_and_grad)
+                    upper, lower = both[:, :heads], both[:, heads:]  # logits and d p, then d logits and p: each beside what it multiplies
+                    p = (upper + keys.bias[:, None, :]).sub_(total).exp_()
+                    upper.copy_(lower.sub_(delta).mul_(p))
+                    lower.copy_(p)
+                    chunk_grad_q += keys.mix(upper)
+                    keys.add_outer(key_grad, both, q_and_grad)
                 grad_q[start:stop] = chunk_grad_q * scale
             done = iter(source.finish(grad) for source, grad in zip(sources, grads, strict=True))
             grad_window, grad_compressed = (next(done) if source is not None else None for source in all_sources)

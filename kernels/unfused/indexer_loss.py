@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from kernels.backend import AllVisible, BackendUnsupported, Selection, Teacher
 from kernels.layout import PackedLayout
-from kernels.unfused.attend import biased_logits, key_sources, softmax_parts
+from kernels.unfused.attend import add_sink, biased_logits, key_sources, softmax_parts
 from kernels.unfused.checks import check_entries, check_selection, check_sink, check_tensor, compute_dtype, full_precision
 from kernels.unfused.keys import entry_keys, row_chunks
 from kernels.unfused.select import check_indexer_inputs, index_scores
@@ -107,10 +107,10 @@ class _IndexerLoss(torch.autograd.Function):
                 if teacher == "compressed_only":
                     z = torch.logsumexp(logits, -1)
                 elif lse is not None:
-                    z = torch.logaddexp(lse[rows].to(dtype), sink.to(dtype))
+                    z = add_sink(lse[rows].to(dtype), sink.to(dtype))
                 else:
                     parts = [logits.clone()] + ([biased_logits(tokens.chunk(start, stop), scaled_q)] if tokens is not None else [])
-                    z = torch.logaddexp(softmax_parts(parts)[1], sink.to(dtype))
+                    z = add_sink(softmax_parts(parts)[1], sink.to(dtype))
                 head_z[rows] = relative_normaliser(z)
                 log_t, teacher_norm = log_head_sum(logits, head_z[rows])
                 log_t -= teacher_norm[:, None]

@@ -19,7 +19,7 @@ from kernels.backend import AllVisible, Selection
 from kernels.layout import PackedLayout
 
 # Elements that the temporaries of one chunk may have: about a second-level cache on a CPU, enough to fill the card on a GPU.
-CHUNK_ELEMENTS = {"cpu": 1 << 21}
+CHUNK_ELEMENTS = {"cpu": 1 << 20}
 _CHUNK_ELEMENTS_ELSEWHERE = 1 << 26
 _MIN_BLOCK = 16  # queries that share a band of tokens, at least
 _SHORTEST_SHARED = 256

@@ -21,7 +21,19 @@ import yaml
 Curve = dict[int, float]  # step -> value
 ARMS = ("none", "compressed_only", "full_csa")  # the order of differences: an earlier arm minus a later one
 # config keys that may differ between runs that are compared: names and places, nothing that reaches the mathematics
-FREE_KEYS = ("teacher.name", "runs_dir", "run_dir", "ckpt_path", "init_from", "task", "logger", "data.cache_dir", "trainer.enable_progress_bar")
+FREE_KEYS = (
+    "teacher.name",
+    "runs_dir",
+    "run_dir",
+    "ckpt_path",
+    "init_from",
+    "task",
+    "logger",
+    "data.cache_dir",
+    "data.path",
+    "data.num_workers",
+    "trainer.enable_progress_bar",
+)
 SEED_KEYS = ("seed", "data_seed")
 
 
@@ -66,7 +78,7 @@ def find_run_folders(paths: Iterable[Path]) -> list[Path]:
         if not path.is_dir():
             raise ReportError(f"{path} is not a folder; give run folders or folders that hold some")
         here = {file.parent.resolve() for name in ("summary.json", "config.yaml") for file in path.rglob(name)}
-        here = {folder for folder in here if folder.name != ".hydra" and (folder / "config.yaml").is_file()}
+        here = {folder for folder in here if folder.name != ".hydra"}
         if not here:
             raise ReportError(f"no run folder at or under {path}: a run folder holds config.yaml and, once finished, summary.json")
         found |= here

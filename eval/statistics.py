@@ -29,7 +29,7 @@ class PairedDifference:
     def words(self, first: str, second: str) -> str:
         """What may be said of this difference: no more than the interval does."""
         if self.low is None or self.high is None:
-            return "one seed: no interval; the spread between seeds is unknown"
+            return "one seed, no interval"
         if self.mean == 0 and self.sd == 0:
             return f"identical in all {self.n} seeds"
         if not self.excludes_zero:

@@ -51,11 +51,13 @@ def make_run(
     (path / "git.json").write_text(json.dumps({"sha": "abc"}))
     with (path / "metrics.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["epoch", "step", "train/loss", "val/loss", "indexer/kl_full_csa", "indexer/kl_compressed_only", "indexer/recall_at_k"])
+        writer.writerow(
+            ["epoch", "step", "train/loss", "val/loss", "indexer/kl_full_csa", "indexer/kl_compressed_only", "indexer/recall_at_k", "indexer/kl"]
+        )
         for step in STEPS:
-            writer.writerow([0, step, 5.0 - 0.1 * step, "", "", "", ""])
+            writer.writerow([0, step, 5.0 - 0.1 * step, "", "", "", "", ""])
             loss = final_loss + 0.1 * (STEPS[-1] - step)
-            writer.writerow([0, step, "", loss, 0.3 - 0.001 * step, 0.4 - 0.001 * step, 0.5 + 0.01 * step + 0.01 * seed])
+            writer.writerow([0, step, "", loss, 0.3 - 0.001 * step, 0.4 - 0.001 * step, 0.5 + 0.01 * step + 0.01 * seed, 0.1])
     if evaluation is not None:
         (path / "eval" / "last").mkdir(parents=True)
         content = {"yardsticks": dict(evaluation), "settings": {"rows": 4} | dict(settings or {}), "step": STEPS[-1]}

@@ -54,6 +54,13 @@ def test_three_arms_give_three_comparisons_with_the_control_first(tmp_path: Path
     assert pairs == [("none", "compressed_only"), ("none", "full_csa"), ("compressed_only", "full_csa")]
 
 
+@pytest.mark.usefixtures("no_figures")
+def test_the_training_losses_of_the_indexers_are_not_compared(tmp_path: Path) -> None:
+    found = {c.metric for c in write_report([make_study(tmp_path / "runs")], tmp_path / "out")}
+    assert "indexer/kl_full_csa" in found
+    assert not {"indexer/kl", "train/loss"} & found
+
+
 def test_one_seed_is_labelled_and_claims_nothing(tmp_path: Path) -> None:
     comparisons = write_report([make_study(tmp_path / "runs", seeds=(1,))], tmp_path / "out")
     text = (tmp_path / "out" / "report.md").read_text()
@@ -192,6 +199,12 @@ def test_nested_folders_are_found_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_figures")
+def test_a_folder_with_a_summary_but_no_config_is_named(tmp_path: Path) -> None:
+    (make_run(tmp_path / "broken", "full_csa", 1) / "config.yaml").unlink()
+    with pytest.raises(ReportError, match=r"broken/config.yaml: not readable"):
+        write_report([tmp_path], tmp_path / "out")
+
+
 def test_no_common_seed_is_an_error_that_lists_what_was_found(tmp_path: Path) -> None:
     make_run(tmp_path / "f", "full_csa", 1)
     make_run(tmp_path / "c", "compressed_only", 2)

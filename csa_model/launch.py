@@ -51,7 +51,16 @@ class _MetricsWriter(_ExperimentWriter):
         """The run folder has config.yaml."""
 
 
-class MetricsLogger(CSVLogger):
+class OptimizerSteps:
+    """Mixed into a logger: `step` is the number of optimizer steps taken. Lightning's own count drifts by one when a run is resumed."""
+
+    trainer: L.Trainer | None = None
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        super().log_metrics(metrics, step if self.trainer is None else self.trainer.global_step)  # type: ignore[misc]
+
+
+class MetricsLogger(OptimizerSteps, CSVLogger):
     """Lightning's CSVLogger with metrics.csv directly in the run folder."""
 
     def __init__(self, run: RunDirectory, resume_step: int | None) -> None:
@@ -84,7 +93,10 @@ def build_loggers(config: ExperimentConfig, run: RunDirectory, resume_step: int 
     if config.logger.name == "tensorboard":
         from lightning.pytorch.loggers import TensorBoardLogger
 
-        loggers.append(TensorBoardLogger(save_dir=run.path, name="", version="tensorboard", default_hp_metric=False))
+        class StepTensorBoardLogger(OptimizerSteps, TensorBoardLogger):
+            pass
+
+        loggers.append(StepTensorBoardLogger(save_dir=run.path, name="", version="tensorboard", default_hp_metric=False))
     if config.logger.name == "wandb":
         loggers.append(_wandb_logger(config, run))
     return loggers
@@ -93,11 +105,14 @@ def build_loggers(config: ExperimentConfig, run: RunDirectory, resume_step: int 
 def _wandb_logger(config: ExperimentConfig, run: RunDirectory) -> Logger:
     from lightning.pytorch.loggers import WandbLogger
 
+    class StepWandbLogger(OptimizerSteps, WandbLogger):
+        pass
+
     os.environ.setdefault("WANDB_SILENT", "true")
     if not run.wandb_id_file.exists():
         run.wandb_id_file.write_text(secrets.token_hex(4) + "\n")
     settings, identity = config.logger, run.wandb_id_file.read_text().strip()
-    return WandbLogger(
+    return StepWandbLogger(
         name=run.path.name,
         save_dir=run.path,
         id=identity,
@@ -160,7 +175,7 @@ def _shared_folder(config: ExperimentConfig) -> str:
 def build_trainer(config: ExperimentConfig, run: RunDirectory, callbacks: Sequence[L.Callback], loggers: Sequence[Logger]) -> L.Trainer:
     """The Trainer of this run. Intervals in the config count optimizer steps; Lightning counts micro-batches for validation."""
     t = config.trainer
-    return L.Trainer(
+    trainer = L.Trainer(
         accelerator=t.accelerator,
         devices=t.devices,
         num_nodes=t.num_nodes,
@@ -185,6 +200,10 @@ def build_trainer(config: ExperimentConfig, run: RunDirectory, callbacks: Sequen
         logger=list(loggers),
         default_root_dir=run.path,
     )
+    for logger in loggers:
+        if isinstance(logger, OptimizerSteps):
+            logger.trainer = trainer
+    return trainer
 
 
 @contextlib.contextmanager

@@ -67,7 +67,7 @@ def print_start(config: ExperimentConfig, run: RunDirectory, module: Any, data: 
         ("model", f"{model.name}, {parameters / 1e6:.2f}M parameters, {', '.join(parts) or 'plain pre-norm blocks'}"),
         ("layers", " ".join(kinds)),
         ("selection", f"top {'all' if model.index_topk is None else model.index_topk} compressed entries, window {model.sliding_window}"),
-        ("backend", "; ".join(f"{op}: {what}" for op, what in module.decoder.backend.describe().items())),
+        ("backend", f"{config.backend.name}: {_grouped(module.decoder.backend.describe())}"),
         ("teacher", f"{config.teacher.name} x {config.teacher.coefficient:g}, stage {config.stage.name}"),
         ("data", f"{corpus.name}, {corpus.documents:,} documents, {corpus.tokens:,} tokens, sha256 {corpus.sha256[:12]}"),
         ("rows", f"{config.data.tokens_per_batch:,} tokens x {config.trainer.accumulate_grad_batches}, documents up to {config.data.sequence_length}"),
@@ -75,6 +75,14 @@ def print_start(config: ExperimentConfig, run: RunDirectory, module: Any, data: 
         *(("note", note) for note in notes),
     ]
     print_table("csa-lightning", rows)
+
+
+def _grouped(described: Mapping[str, str]) -> str:
+    """Ops of the same implementation under one entry: `select, attend: ...; indexer_loss: ...`."""
+    operations: dict[str, list[str]] = {}
+    for operation, implementation in described.items():
+        operations.setdefault(implementation, []).append(operation)
+    return "; ".join(f"{', '.join(names)}: {implementation}" for implementation, names in operations.items())
 
 
 class Summary:

@@ -74,7 +74,8 @@ def plot_differences(arms: tuple[str, str], pairs: Sequence[tuple[Run, Run]], co
             axes.fill_between(steps, low, high, color="#56B4E9", alpha=0.35, lw=0, label=f"{confidence:.0%} interval (Student t)")  # type: ignore[arg-type]
         return True
 
-    _panels(draw, f"{first} minus {second}, same seed, corpus, initial weights and data order; thin lines are seeds", path, signed=True)
+    title = f"{first} minus {second}; same seed, corpus, initial weights and data order{'; thin lines are seeds' if len(pairs) > 1 else ''}"
+    _panels(draw, title, path, signed=True)
 
 
 def plot_evaluation(yardsticks: Mapping[str, float], layers: Sequence[int], topk: Sequence[int], title: str, path: Path) -> None:

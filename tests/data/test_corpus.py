@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -13,7 +14,6 @@ from csa_model.config import ConfigError, DataConfig, TokenizerConfig
 from csa_model.data.corpus import build_corpus, check_data, unigram_loss
 from csa_model.data.stream import ValidationRows
 from tests.data.helpers import EOS, VOCAB, source_of, text_config, token_file_of, write_texts
-import itertools
 
 
 def memmap_config(path: Path, **settings: object) -> DataConfig:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ from csa_model.data.text import read_text_files
 from csa_model.data.token_file import open_token_file
 from csa_model.data.tokenizers import END_OF_TEXT
 from tests.data.helpers import write_texts
-import itertools
 
 
 @pytest.mark.parametrize("tokenizer", ["bpe", "bytes"])

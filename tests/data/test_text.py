@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import itertools
 import logging
 import multiprocessing
 import os
@@ -15,7 +16,6 @@ from csa_model.data import text
 from csa_model.data.text import is_validation, read_stdlib, read_text_files, split_digests, tokenized
 from csa_model.data.token_file import sidecar_path
 from tests.data.helpers import text_config, write_texts
-import itertools
 
 
 def test_the_standard_library_is_read_without_tests_and_packages() -> None:

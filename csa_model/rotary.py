@@ -15,7 +15,7 @@ from torch import Tensor
 from csa_model.config import RopeScaling
 from csa_model.layers import at_least_fp32
 
-Rotation = tuple[Tensor, Tensor]  # cos and sin, each [N, r/2]
+Rotation = Tensor  # complex [N, r/2]: cos + i sin of every angle; a pair of dims is a complex number too
 
 
 def rotary_frequencies(dim: int, base: float, scaling: RopeScaling | None) -> list[float]:
@@ -46,35 +46,33 @@ class RotaryTable:
         self._on_device: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """cos and sin of positions [N] as two tensors [N, r/2] of `dtype` (float32 or float64)."""
+        """Rotation of the positions [N], with parts of `dtype` (float32 or float64)."""
         key = (positions.device, dtype)
         if key not in self._on_device:
             with torch.inference_mode(False):  # an evaluation must not leave an inference tensor behind for training
                 self._on_device[key] = torch.tensor(self.frequencies, dtype=dtype, device=positions.device)
         angles = positions.to(dtype)[:, None] * self._on_device[key]
-        return angles.cos(), angles.sin()
+        return torch.polar(torch.ones_like(angles), angles)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    r = 2 * cos.shape[-1]
+def _rotated(x: Tensor, turn: Tensor) -> Tensor:
+    start = x.shape[-1] - 2 * turn.shape[-1]
+    pairs = torch.view_as_complex(at_least_fp32(x[..., start:]).contiguous().unflatten(-1, (-1, 2)))
     out = x.clone(memory_format=torch.contiguous_format)
-    even, odd = at_least_fp32(x[..., x.shape[-1] - r :]).unflatten(-1, (r // 2, 2)).unbind(-1)
-    tail = out[..., x.shape[-1] - r :].unflatten(-1, (r // 2, 2))
-    tail[..., 0] = even * cos - odd * sin
-    tail[..., 1] = even * sin + odd * cos
+    out[..., start:] = torch.view_as_real(pairs * turn).flatten(-2)
     return out
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin)
+    def forward(ctx, x: Tensor, turn: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(turn)
+        return _rotated(x, turn)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
-        cos, sin = ctx.saved_tensors
-        return _rotated(grad, cos, -sin), None, None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
+        (turn,) = ctx.saved_tensors
+        return _rotated(grad, turn.conj()), None
 
 
 def rotate(x: Tensor, rotation: Rotation, inverse: bool = False) -> Tensor:
@@ -83,7 +81,5 @@ def rotate(x: Tensor, rotation: Rotation, inverse: bool = False) -> Tensor:
     Out of place always: the attention saves its output for the backward pass, so undoing the rotation inside that tensor would corrupt gradients.
     fp32 mathematics, result in the dtype of x.
     """
-    cos, sin = rotation
-    if x.dim() == 3:
-        cos, sin = cos[:, None], sin[:, None]
-    return _Rotate.apply(x, cos, -sin if inverse else sin)
+    turn = rotation.conj() if inverse else rotation
+    return _Rotate.apply(x, turn[:, None] if x.dim() == 3 else turn)

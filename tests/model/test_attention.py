@@ -73,8 +73,7 @@ def test_only_relative_positions_matter(ratio: int) -> None:
 def test_positions_do_matter() -> None:
     attention, x = layer(0), inputs(12)
     row = row_of([12], 0)
-    cos, sin = row.token_rotation(0)
-    row._token_rotation[0] = (cos.flip(0), sin.flip(0))
+    row._token_rotation[0] = row.token_rotation(0).flip(0)
     assert not torch.allclose(attention(x, row, SPARSE).y, attention(x, row_of([12], 0), SPARSE).y)
 
 

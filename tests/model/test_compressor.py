@@ -47,8 +47,7 @@ def test_zero_gate_takes_the_mean_of_the_slots(ratio: int) -> None:
             slots = torch.cat([kv[(i - 1) * ratio : i * ratio, :DIM], slots])
         assert len(slots) == (ratio if i == 0 or ratio != 4 else 2 * ratio)
         expected = rms_norm(slots.mean(0), compressor.norm.weight, 1e-6)
-        cos, sin = row.entry_rotation(ratio)
-        torch.testing.assert_close(entries[i : i + 1], rotate(expected[None], (cos[i : i + 1], sin[i : i + 1])))
+        torch.testing.assert_close(entries[i : i + 1], rotate(expected[None], row.entry_rotation(ratio)[i : i + 1]))
 
 
 def test_position_bias_picks_a_slot_and_each_channel_its_own() -> None:
@@ -99,8 +98,8 @@ def test_windows_follow_the_layout() -> None:
 def test_entries_stand_at_the_first_token_of_their_window() -> None:
     """Field report 45: not at the number of the entry, and with the table of the compressed layers."""
     config, row = tiny_config(), row_of([5, 17], 4)
-    cos, sin = RotaryTables(config).compressed(torch.tensor([0, 0, 4, 8, 12]), torch.float64)
-    torch.testing.assert_close(row.entry_rotation(4), (cos, sin))
+    expected = RotaryTables(config).compressed(torch.tensor([0, 0, 4, 8, 12]), torch.float64)
+    torch.testing.assert_close(row.entry_rotation(4), expected)
 
 
 def test_tail_forms_no_entry_and_gets_no_gradient() -> None:

@@ -179,8 +179,8 @@ def _check_training(config: ExperimentConfig) -> None:
 def _check_data(data: DataConfig, model: ModelConfig) -> None:
     if data.sequence_length > data.tokens_per_batch:
         raise ConfigError(
-            f"data.sequence_length={data.sequence_length} is more than data.tokens_per_batch={data.tokens_per_batch}: a whole sequence must fit one row; "
-            f"raise data.tokens_per_batch or lower data.sequence_length"
+            f"data.sequence_length={data.sequence_length} is more than data.tokens_per_batch={data.tokens_per_batch}: a whole sequence must fit "
+            f"one row; raise data.tokens_per_batch or lower data.sequence_length"
         )
     if data.name in ("text_files", "memmap") and not data.path:
         what = "a file or folder of text" if data.name == "text_files" else "a token file with its JSON side-car"
@@ -235,7 +235,9 @@ def check_devices(config: ExperimentConfig) -> None:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if trainer.accelerator in ("gpu", "cuda"):
         if gpus == 0:
-            raise ConfigError(f"trainer.accelerator={trainer.accelerator} needs an NVIDIA GPU and a CUDA build of torch; none is seen. Take trainer=cpu")
+            raise ConfigError(
+                f"trainer.accelerator={trainer.accelerator} needs an NVIDIA GPU and a CUDA build of torch; none is seen. Take trainer=cpu"
+            )
         if isinstance(trainer.devices, int) and trainer.devices > gpus:
             raise ConfigError(f"trainer.devices={trainer.devices}, but this machine has {gpus} GPU(s); legal: 1 to {gpus}")
 
@@ -245,8 +247,8 @@ def _warnings(config: ExperimentConfig) -> list[str]:
     has_csa = INDEXED_RATIO in model.compress_ratios[: model.num_hidden_layers]
     if has_csa and model.index_topk is not None and model.index_topk * INDEXED_RATIO >= config.data.sequence_length:
         found.append(
-            f"model.index_topk={model.index_topk} x ratio {INDEXED_RATIO} covers data.sequence_length={config.data.sequence_length}: every visible entry "
-            "is selected, so the indexer decides nothing"
+            f"model.index_topk={model.index_topk} x ratio {INDEXED_RATIO} covers data.sequence_length={config.data.sequence_length}: every visible "
+            "entry is selected, so the indexer decides nothing"
         )
     if not has_csa and config.teacher.name != "none":
         found.append(f"model.compress_ratios has no CSA layer (ratio {INDEXED_RATIO}): teacher={config.teacher.name} has no indexer to teach")
@@ -255,5 +257,7 @@ def _warnings(config: ExperimentConfig) -> list[str]:
     if config.teacher.name != "none" and config.teacher.coefficient == 0 and config.stage.indexer_loss != "off":
         found.append(f"teacher.coefficient=0: the loss of teacher={config.teacher.name} is computed but moves nothing")
     if model.sliding_window >= config.data.sequence_length:
-        found.append(f"model.sliding_window={model.sliding_window} covers data.sequence_length={config.data.sequence_length}: nothing lies beyond the window")
+        found.append(
+            f"model.sliding_window={model.sliding_window} covers data.sequence_length={config.data.sequence_length}: nothing lies beyond the window"
+        )
     return found

@@ -71,7 +71,7 @@ class MetricsLogger(OptimizerSteps, CSVLogger):
     @rank_zero_experiment
     def experiment(self) -> Any:
         if self._experiment is None:
-            self._experiment = _MetricsWriter(self.log_dir, self._resume_step)  # type: ignore[assignment]
+            self._experiment = _MetricsWriter(self.log_dir, self._resume_step)
         return self._experiment
 
 

@@ -55,7 +55,7 @@ def parse(arguments: Iterable[str]) -> list[Override]:
             found.append(parser.parse_override(argument))
         except HydraException as error:
             reason = str(error).splitlines()[0]
-            raise ConfigError(f"cannot read the argument {argument!r}: {reason}. Quote values that hold '=' or other marks: key=\"'value'\"") from None
+            raise ConfigError(f"cannot read the argument {argument!r}: {reason}. Quote values with '=' or other marks: key=\"'value'\"") from None
     return found
 
 

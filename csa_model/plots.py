@@ -59,7 +59,9 @@ def plot_run(metrics_file: Path, folder: Path, unigram_nats: float | None, title
     return [path for path in written if path is not None]
 
 
-def _figure(path: Path, title: str, curves: Curves, panels: Sequence[tuple[str, str, Sequence[tuple[str, str, str, str]], float | None]]) -> Path | None:
+def _figure(
+    path: Path, title: str, curves: Curves, panels: Sequence[tuple[str, str, Sequence[tuple[str, str, str, str]], float | None]]
+) -> Path | None:
     import matplotlib
 
     matplotlib.use("Agg")

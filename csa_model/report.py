@@ -70,7 +70,10 @@ def print_start(config: ExperimentConfig, run: RunDirectory, module: Any, data: 
         ("backend", f"{config.backend.name}: {_grouped(module.decoder.backend.describe())}"),
         ("teacher", f"{config.teacher.name} x {config.teacher.coefficient:g}, stage {config.stage.name}"),
         ("data", f"{corpus.name}, {corpus.documents:,} documents, {corpus.tokens:,} tokens, sha256 {corpus.sha256[:12]}"),
-        ("rows", f"{config.data.tokens_per_batch:,} tokens x {config.trainer.accumulate_grad_batches}, documents up to {config.data.sequence_length}"),
+        (
+            "rows",
+            f"{config.data.tokens_per_batch:,} tokens x {config.trainer.accumulate_grad_batches}, documents up to {config.data.sequence_length}",
+        ),
         ("run folder", str(run.path)),
         *(("note", note) for note in notes),
     ]
@@ -125,7 +128,7 @@ class Summary:
         self._write(trainer)
         title = f"{self.config.model.name}, teacher {self.config.teacher.name}, seed {self.config.seed}"
         plots = plot_run(self.run.metrics_file, self.run.plots, self.corpus.unigram_loss, title)
-        print_table("\nresult", closing_rows(self.facts) + [("plots", ", ".join(p.name for p in plots)), ("run folder", str(self.run.path))])
+        print_table("\nresult", [*closing_rows(self.facts), ("plots", ", ".join(p.name for p in plots)), ("run folder", str(self.run.path))])
         return self.facts
 
     def _write(self, trainer: L.Trainer) -> None:

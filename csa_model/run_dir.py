@@ -87,7 +87,7 @@ def refuse(config: ExperimentConfig, resume: Path | None) -> None:
     inside = resume is not None and run.path in resume.parents
     if run.holds_run() and not inside:
         raise ConfigError(
-            f"run_dir={config.run_dir} already holds a run; continue it with ckpt_path=last, or name another folder (init_from=CKPT takes its weights)"
+            f"run_dir={config.run_dir} already holds a run; continue it with ckpt_path=last, or name another folder (init_from=CKPT takes weights)"
         )
     if not run.holds_run() and run.path.exists() and any(run.path.iterdir()):
         raise ConfigError(f"run_dir={config.run_dir} is not empty and holds no run; name another folder")

@@ -97,7 +97,10 @@ def test_warm_up_moves_only_the_indexers_and_the_next_stage_everything() -> None
     config = make_config(max_steps=3, stage=WARM_UP)
     module = make_module(config)
     before = _state(module)
-    assert not module.run_decoder(rows[0]).hidden.requires_grad  # no trunk graph at all
+    output = module.run_decoder(rows[0])
+    assert not output.hidden.requires_grad  # no trunk graph at all
+    terms = total_loss(output, rows[0], module.decoder, config)
+    torch.testing.assert_close(terms.total.detach(), terms.means(rows[0].step, config)["train/indexer_loss"])
     module, metrics = _fit(config, rows, module)
     assert _changed(before, module) == {name for name, _ in module.decoder.indexer_parameters()}
     assert metrics["train/lm_loss"] > 1

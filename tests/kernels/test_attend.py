@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import ALL_VISIBLE, PackedLayout, get_backend
+from kernels.unfused.attend import add_sink
 from tests.kernels.cases import TOLERANCE, Case, chunk_elements, make_case
 from tests.kernels.oracle import oracle_layer
 
@@ -166,6 +167,12 @@ def test_lse_is_natural_log_and_leaves_the_sink_out() -> None:
     out, lse = unfused.attend(torch.zeros(128, 1, 2), torch.ones(128, 2), None, None, torch.tensor([math.log(128)]), layout, 4, 128, 1.0)
     assert lse[-1, 0].item() == pytest.approx(math.log(128), abs=1e-6)
     torch.testing.assert_close(out[-1, 0], torch.full((2,), 0.5))
+
+
+def test_adding_the_sink_is_exact_at_every_infinity() -> None:
+    values = torch.tensor([-INFINITY, -1e4, -3.0, 0.0, 20.0, 1e4, INFINITY], dtype=torch.float64)
+    lse = values[:-1, None].expand(-1, values.numel())
+    torch.testing.assert_close(add_sink(lse, values), torch.logaddexp(lse, values), rtol=1e-15, atol=0)
 
 
 def test_the_window_holds_its_own_row_and_w_minus_one_before() -> None:

@@ -74,6 +74,20 @@ def test_equals_the_oracle_forward_and_backward(
 
 
 @pytest.mark.parametrize("kind", ["ids", "all"])
+@pytest.mark.parametrize("window", [0, 5])
+def test_a_given_lse_stands_for_the_recomputed_one(kind: str, window: int) -> None:
+    case = make_case([30, 9], padding=2, window=window)
+    case.sink.copy_(torch.tensor([3.0, -1.0, math.inf]))
+    support = chosen(case, kind, 5)
+    lse = unfused.attend(*case.attention[:3], support, case.sink, *case.tail)[1]
+    recomputed = loss(case, support)[0]
+    torch.testing.assert_close(loss(case, support, lse=lse)[0], recomputed, rtol=0, atol=1e-11)
+    # and it is really the given one that counts
+    assert abs(loss(case, support, lse=lse + torch.tensor([5.0, 0.0, 0.0]))[0] - recomputed) > 1e-3
+    assert torch.equal(loss(case, support, "compressed_only", lse + 5)[0], loss(case, support, "compressed_only")[0])
+
+
+@pytest.mark.parametrize("kind", ["ids", "all"])
 @pytest.mark.parametrize("teacher", ["full_csa", "compressed_only"])
 def test_gradcheck(kind: str, teacher: str) -> None:
     case = make_case([6, 1, 9], padding=1, ratio=2, surplus=1, index_dim=3).require_grad()

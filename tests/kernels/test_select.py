@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import PackedLayout, get_backend
+from kernels.unfused.select import top_ids
 from tests.kernels.cases import chunk_elements, make_case
 from tests.kernels.oracle import masks, oracle_scores, oracle_select
 
@@ -45,10 +46,9 @@ def test_all_equal_scores_take_the_lowest_ids() -> None:
 
 
 def test_negative_zero_ties_with_zero() -> None:
-    layout = PackedLayout.from_lengths([4])
-    index_k = torch.tensor([[1.0], [-1.0], [1.0], [-1.0]])
-    weights = torch.full((4, 1), -0.0)  # scores -0.0 and 0.0 * -0.0
-    assert unfused.select(torch.ones(4, 1, 1), index_k, weights, layout, 1, 2)[3].tolist() == [0, 1]
+    for dtype in (torch.float32, torch.float64):
+        scores = torch.tensor([[-0.0, 0.0, -0.0, 0.0]], dtype=dtype)
+        assert top_ids(scores, torch.ones(1, 4, dtype=torch.bool), 2).tolist() == [[0, 1]]
 
 
 def test_relu_acts_per_head_before_the_sum() -> None:
@@ -65,6 +65,8 @@ def test_scores_of_bf16_inputs_keep_their_order() -> None:
     index_k = torch.tensor([[300.0, 0.0], [300.0, 0.5]], dtype=torch.bfloat16)
     ids = unfused.select(torch.ones(2, 1, 2, dtype=torch.bfloat16), index_k, torch.ones(2, 1, dtype=torch.bfloat16), layout, 1, 1)
     assert ids[1].tolist() == [1]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(unfused.select(torch.ones(2, 1, 2), index_k.float(), torch.ones(2, 1), layout, 1, 1), ids)
 
 
 @pytest.mark.parametrize("length", [8, 3])

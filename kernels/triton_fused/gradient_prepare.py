@@ -70,7 +70,7 @@ def prepare_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -
         return z_log2, delta, torch.zeros(heads, dtype=torch.float32, device=out.device)
     block_d = triton.next_power_of_2(dim)
     block_h = min(triton.next_power_of_2(heads), max(1, 8192 // block_d))
-    per_program = 8
+    per_program = 1  # more would share a load of the sink and cost a third of the bandwidth
     blocks = triton.cdiv(rows, per_program)
     partial = torch.empty(blocks, heads, dtype=torch.float32, device=out.device)
     prepare_kernel[(blocks * triton.cdiv(heads, block_h),)](

@@ -118,25 +118,27 @@ def scores_partition(
         item_count += 1
 
 
+@gluon.constexpr_function
+def add_layout(width):
+    """[64 keys, width] fp32 with 16 consecutive bytes per lane and 128 bytes per row in every instruction."""
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], [1, 0], [0, 32]], [[0, 8], [0, 4], [0, 16], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, width]
+    )
+
+
 @gluon.jit
-def add_rows(DKV, x, key, valid, column, nil, D: gl.constexpr, WIDTH: gl.constexpr, WIDE: gl.constexpr):
+def add_rows(DKV, x, key, valid, column, nil, D: gl.constexpr, WIDTH: gl.constexpr):
     """x [64 keys, WIDTH] in the layout of the matrix instruction, added to rows of DKV: 16 bytes per lane, 128 per row.
 
-    The limit of the whole kernel is what the L2 cache takes in additions, and rows of 128 bytes are a fifth faster there than rows of 64. Two exchanges
-    between lanes lead to them; adding `nil`, a 0 that the compiler does not know, keeps it from merging both into one through smem.
+    What the L2 cache takes in additions limits the whole kernel, and it takes rows of 128 bytes a fifth faster than rows of 64. Two exchanges between
+    neighbours lead to them, each of one lane bit with one register bit, which costs half the shuffles of a layout that also renumbers the lanes. Adding
+    `nil`, a 0 that the compiler does not know, keeps it from merging both exchanges into one through smem.
     """
-    STEP: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, WIDTH]
+    QUADS: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]], [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, WIDTH]
     )
-    ADD: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [4, 0], [8, 0], [0, 32]], [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]], [[16, 0], [32, 0]], [], [64, WIDTH]
-    ) if WIDE else gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, WIDTH]
-    )
-    if WIDE:
-        y = gl.convert_layout(gl.convert_layout(x, STEP) + nil, ADD)
-    else:
-        y = gl.convert_layout(x, ADD)
+    ADD: gl.constexpr = add_layout(WIDTH)
+    y = gl.convert_layout(gl.convert_layout(x, QUADS) + nil, ADD)
     dim = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, ADD))
     gl.atomic_add(DKV + (key.to(gl.int64) * D)[:, None] + (column + dim)[None, :], y, mask=valid[:, None] & (dim >= 0)[None, :], sem="relaxed")
 
@@ -145,16 +147,12 @@ def add_rows(DKV, x, key, valid, column, nil, D: gl.constexpr, WIDTH: gl.constex
 def gradients_partition(
     SELECTED, BOUNDS, DQ, DKV, items, first_row, tokens, K, window_tiles,
     qs, gs, kv, ps, ds, full, empty, key_free, query_free,
-    SIDE: gl.constexpr, HEAD_BLOCKS: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr, ALL_VISIBLE: gl.constexpr, WIDE: gl.constexpr,
+    SIDE: gl.constexpr, HEAD_BLOCKS: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr, ALL_VISIBLE: gl.constexpr,
 ):  # fmt: skip
     HALF: gl.constexpr = D // 2
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     X_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    ADD: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [4, 0], [8, 0], [0, 32]], [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]], [[16, 0], [32, 0]], [], [64, WIDTH]
-    ) if WIDE else gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, WIDTH]
-    )
+    ADD: gl.constexpr = add_layout(WIDTH)
     n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, ADD))
     nothing = gl.zeros([BLOCK_N, WIDTH], gl.float32, X_LAYOUT)
     pieces: gl.constexpr = HALF // WIDTH
@@ -180,7 +178,7 @@ def gradients_partition(
             dq = warpgroup_mma_wait(2, [dq])
             mbarrier.arrive(key_free.index(SIDE))
             x = warpgroup_mma_wait(0, [x])
-            add_rows(DKV, x, key, valid, SIDE * HALF, zero.to(gl.float32), D, WIDTH, WIDE)
+            add_rows(DKV, x, key, valid, SIDE * HALF, zero.to(gl.float32), D, WIDTH)
             for c in gl.static_range(1, pieces):
                 x = warpgroup_mma(
                     ps.index(buffer).permute((1, 0)), gs.index(SIDE + zero).slice(c * WIDTH, WIDTH, dim=1), nothing, use_acc=False, is_async=True
@@ -190,7 +188,7 @@ def gradients_partition(
                 if c == pieces - 1:
                     mbarrier.arrive(empty.index(buffer))
                     mbarrier.arrive(query_free, pred=tile + 1 == last_tile)
-                add_rows(DKV, x, key, valid, SIDE * HALF + c * WIDTH, zero.to(gl.float32), D, WIDTH, WIDE)
+                add_rows(DKV, x, key, valid, SIDE * HALF + c * WIDTH, zero.to(gl.float32), D, WIDTH)
             count += 1
         store_half(DQ, dq, item, SIDE * HALF, D)
 
@@ -200,7 +198,7 @@ def hopper_backward_kernel(
     Q, GRAD_OUT, WINDOW_KV, COMPRESSED_KV, SELECTED, WORDS, Z_LOG2, DELTA, BOUNDS, DQ, DKV, TEACHER,
     items, first_row, tokens, K, word_count, window_tiles, scale_log2, scale,
     HEAD_BLOCKS: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr, ALL_VISIBLE: gl.constexpr,
-    EMIT_TEACHER: gl.constexpr, R_GRADIENTS: gl.constexpr, WIDE: gl.constexpr = True,
+    EMIT_TEACHER: gl.constexpr, R_GRADIENTS: gl.constexpr,
 ):  # fmt: skip
     low: gl.constexpr = Q.dtype.element_ty
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -229,11 +227,11 @@ def hopper_backward_kernel(
             )),
             (gradients_partition, (
                 SELECTED, BOUNDS, DQ, DKV, items, first_row, tokens, K, window_tiles,
-                qs, gs, kv, ps, ds, full, empty, key_free, query_free, 0, HEAD_BLOCKS, D, BLOCK_N, WIDTH, ALL_VISIBLE, WIDE,
+                qs, gs, kv, ps, ds, full, empty, key_free, query_free, 0, HEAD_BLOCKS, D, BLOCK_N, WIDTH, ALL_VISIBLE,
             )),
             (gradients_partition, (
                 SELECTED, BOUNDS, DQ, DKV, items, first_row, tokens, K, window_tiles,
-                qs, gs, kv, ps, ds, full, empty, key_free, query_free, 1, HEAD_BLOCKS, D, BLOCK_N, WIDTH, ALL_VISIBLE, WIDE,
+                qs, gs, kv, ps, ds, full, empty, key_free, query_free, 1, HEAD_BLOCKS, D, BLOCK_N, WIDTH, ALL_VISIBLE,
             )),
         ],
         [4, 4],

@@ -108,7 +108,7 @@ def store_half(POINTER, x, item, column: gl.constexpr, D: gl.constexpr):
     16 bytes per lane would cost a second exchange between lanes, for which the compiler goes through smem that is not there.
     """
     L: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64], [0, 128]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 256]
+        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64], [0, 128]], [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 256]
     )
     y = gl.convert_layout(x.to(POINTER.dtype.element_ty), L)
     head = gl.arange(0, 64, layout=gl.SliceLayout(1, L))

@@ -48,7 +48,9 @@ def backward_tiling(heads: int, head_dim: int, dtype: torch.dtype) -> Tiling:
         return Tiling(16, 16, dim, 4 if dim < 512 else 8, 1, "ieee")
     precision = _precision(dtype)
     if heads <= 16:
-        return Tiling(16, 64 if dim <= 128 else 32, dim, 4, 1, precision)
-    if heads <= 32:
+        if dim <= 128:
+            return Tiling(16, 32, dim, 1 if dim == 128 else 2, 1, precision)
+        return Tiling(16, 32, dim, 4 if dim == 256 else 8, 1, precision)
+    if heads <= 32 or dim == 512:  # 64 heads of 512 columns need 296 KiB of smem here
         return Tiling(32, 32, dim, 4 if dim <= 128 else 8, 1, precision)
     return Tiling(64, 64 if dim <= 128 else 32, dim, 4 if dim <= 64 else 8, 1, precision)

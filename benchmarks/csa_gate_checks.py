@@ -2,7 +2,7 @@
 """How the gate judges: errors against the unfused backend in float64, measured by what rounding alone costs.
 
 The yardstick is a plain implementation in the dtype of the case that rounds P and dS to that dtype before their matrix products, as every
-tensor-core kernel must. A kernel may be FACTOR times as far from float64 as that, in the norm of each result and in its worst row.
+tensor-core kernel must. A kernel may be FACTOR times as far from float64 as that in the norm of each result, ROW_FACTOR times in its worst row.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from benchmarks.csa_gate_cases import Inputs
 from kernels import ALL_VISIBLE, Backend, get_backend
 
 FACTOR = 1.5
+ROW_FACTOR = 2.0  # one row of thousands: the largest of so many errors scatters more than their norm
 # Relative error that needs no explanation: about the rounding of the result itself; float32 is judged by the order of its sums.
 FLOOR = {torch.bfloat16: 1.0e-3, torch.float16: 1.5e-4, torch.float32: 3.0e-6}
 SCORE_TOLERANCE = 2.0**-20
@@ -148,9 +149,9 @@ def norm_error(a: Tensor, exact: Tensor) -> float:
 
 def row_error(a: Tensor, exact: Tensor) -> float:
     """Largest error of a row (first axis), by the root mean square of the rows of `exact`."""
-    a, exact = (t.double().reshape(t.shape[0], -1) if t.dim() else t.double().reshape(1, 1) for t in (a, exact))
     if a.numel() == 0:
         return 0.0
+    a, exact = (t.double().reshape(t.shape[0], -1) for t in (a, exact))
     size = exact.norm(dim=1).square().mean().sqrt().item()
     worst = (a - exact).norm(dim=1).max().item()
     return worst / size if size > 0 else (0.0 if worst == 0 else float("inf"))
@@ -162,8 +163,8 @@ def judge(x: Inputs, got: dict[str, Tensor], exact: dict[str, Tensor], yardstick
     # the exponent of a logit of 300 carries an error of 300 * 2^-24
     floor = FLOOR[x.q.dtype] + 3.0e-7 * max(0.0, stretch - 4)
     for name, reference in yardstick.items():
-        for kind, measure in (("norm", norm_error), ("row", row_error)):
-            error, allowed = measure(got[name], exact[name]), FACTOR * measure(reference, exact[name]) + floor * (1 if kind == "norm" else 4)
+        for kind, measure, factor, slack in (("norm", norm_error, FACTOR, 1), ("row", row_error, ROW_FACTOR, 4)):
+            error, allowed = measure(got[name], exact[name]), factor * measure(reference, exact[name]) + floor * slack
             errors[f"{name}/{kind}"] = (error, allowed)
             if not error <= allowed:
                 failures.append(f"{name} {kind} error {error:.2e} > {allowed:.2e}")

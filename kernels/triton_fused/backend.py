@@ -6,9 +6,12 @@ Legend: R query rows, T tokens, C compressed entries, H heads, D head dim, HI/DI
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from kernels.backend import ALL_VISIBLE, Backend, BackendUnsupported, Geometry, IndexerStats, Selection, Teacher
 from kernels.layout import PackedLayout
@@ -30,6 +33,7 @@ class TritonBackend(Backend):
 
     def __init__(self) -> None:
         self._geometry: Geometry | None = None
+        self._scores: Any = WeakTensorKeyDictionary()
 
     def require(self, geometry: Geometry) -> None:
         """See `Backend.require`; the requirements stand in requirements.py."""
@@ -50,15 +54,29 @@ class TritonBackend(Backend):
             "attend_with_indexer_loss": f"teacher emitted by the attention backward (full_csa over selected entries, else the pair), {version}",
         }
 
-    @torch.no_grad()
     def select(self, index_q: Tensor, index_k: Tensor, index_w: Tensor, layout: PackedLayout, ratio: int, topk: int) -> Tensor:
-        """See `Backend.select`. ValueError for shapes that do not fit the layout or topk outside 0..2048."""
+        """See `Backend.select`. ValueError for shapes that do not fit the layout or topk outside 0..2048.
+
+        Where the scores will be differentiated, those of the chosen entries are kept until the ids are dropped: the loss needs them.
+        """
         _check_indexer(index_q, index_k, index_w, layout, ratio)
         if not 0 <= topk <= 2048:
             raise ValueError(f"topk must be in 0..2048, got {topk}; backend=unfused takes any")
         start, visible = layout.entry_start(ratio), layout.visible_compressed(ratio)
-        operands = (t.detach() for t in (index_q, index_k, index_w))
-        return ops.select(*operands, start, visible, topk, ratio, _longest(layout, ratio, index_k), layout.first_row)
+        with_scores = _differentiated(index_q, index_k, index_w) and not torch.compiler.is_compiling()
+        operands = (index_q.detach(), index_k.detach(), index_w.detach())
+        with torch.no_grad():
+            ids, scores = ops.select(*operands, start, visible, topk, ratio, _longest(layout, ratio, index_k), layout.first_row, with_scores)
+        if with_scores:
+            self._scores[ids] = (scores, _state(ids, index_q, index_k, index_w))
+        return ids
+
+    def _known_scores(self, ids: Tensor, index_q: Tensor, index_k: Tensor, index_w: Tensor) -> Tensor | None:
+        """Scores that `select` kept for exactly these ids, if neither they nor the indexer's tensors have changed since."""
+        if torch.compiler.is_compiling():
+            return None
+        scores, state = self._scores.get(ids, (None, None))
+        return scores if state == _state(ids, index_q, index_k, index_w) else None
 
     def attend(
         self,
@@ -125,8 +143,9 @@ class TritonBackend(Backend):
         start, visible = layout.entry_start(ratio), layout.visible_compressed(ratio)
         rows = (visible > 0).sum()
         if isinstance(support, Tensor):
+            scores = self._known_scores(support, index_q, index_k, index_w)
             kl_sum, _ = ops.sparse_indexer_loss(
-                index_q, index_k, index_w, support.to(torch.int32), q, compressed_kv, sink, known, start, visible, scale
+                index_q, index_k, index_w, support.to(torch.int32), scores, q, compressed_kv, sink, known, start, visible, scale
             )
             return kl_sum, rows
         with torch.no_grad():
@@ -135,7 +154,7 @@ class TritonBackend(Backend):
                 normaliser = self.attend(q, window_kv, compressed_kv, ALL_VISIBLE, sink, layout, ratio, 0, scale)[1]
             else:
                 normaliser = torch.logaddexp(known.float(), sink.float())
-        with_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (index_q, index_k, index_w))
+        with_grad = _differentiated(index_q, index_k, index_w)
         longest = _longest(layout, ratio, index_k)
         operands = (index_q, index_k, index_w, q, compressed_kv, normaliser, start, visible, scale, ratio, longest, layout.first_row, with_grad)
         return ops.dense_indexer_loss(*operands)[0], rows
@@ -158,11 +177,11 @@ class TritonBackend(Backend):
         head_group: object | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, IndexerStats]:
         """See `Backend.attend_with_indexer_loss`. One function for full_csa over ids where both parts will be differentiated: kl_sum is 0 and
-        stats holds the value after the backward. Anything else takes the pair, with the value in both."""
-        indexed = any(t.requires_grad for t in (index_q, index_k, index_w))
-        attended = any(t.requires_grad for t in (q, window_kv, compressed_kv, sink))
+        stats holds the value after the backward. Anything else takes the pair, with the value in both; so does torch.compile, whose graphs cannot
+        return a tensor that their backward fills."""
         emits = teacher == "full_csa" and isinstance(selected, Tensor) and reads_entries(compressed_kv, selected)
-        if not (emits and indexed and attended and torch.is_grad_enabled()):
+        differentiated = _differentiated(index_q, index_k, index_w) and _differentiated(q, window_kv, compressed_kv, sink)
+        if not (emits and differentiated) or torch.compiler.is_compiling():
             return super().attend_with_indexer_loss(
                 index_q, index_k, index_w, selected, q, window_kv, compressed_kv, sink, layout, ratio, window, scale, teacher, head_group
             )
@@ -170,7 +189,8 @@ class TritonBackend(Backend):
         _check_loss(index_q, index_k, index_w, selected, q, window_kv, compressed_kv, sink, layout, ratio, teacher, head_group)
         bounds = RowBounds.of(layout, ratio, window, True)
         value = torch.zeros((), dtype=torch.float32, device=q.device)
-        tensors = (index_q, index_k, index_w, selected.to(torch.int32), q, window_kv, compressed_kv, sink)
+        scores = self._known_scores(selected, index_q, index_k, index_w)
+        tensors = (index_q, index_k, index_w, selected.to(torch.int32), scores, q, window_kv, compressed_kv, sink)
         out, lse, kl_sum = attend_and_teach(*tensors, bounds.window_start, bounds.entry_start, bounds.visible, value, bounds.first_row, window, scale)
         return out, lse.detach(), kl_sum, IndexerStats(value, (bounds.visible > 0).sum())
 
@@ -178,6 +198,15 @@ class TritonBackend(Backend):
 def _longest(layout: PackedLayout, ratio: int, index_k: Tensor) -> int:
     """Host bound on the entries that a row sees. While compiling, one that does not depend on the documents, or every batch would recompile."""
     return index_k.shape[0] if torch.compiler.is_compiling() else layout.longest_document() // ratio
+
+
+def _differentiated(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _state(*tensors: Tensor) -> tuple[Any, ...]:
+    """What tells a tensor from another one, and from itself after a change in place."""
+    return tuple((t.data_ptr(), t._version, t.shape, t.stride()) for t in tensors)
 
 
 def _same_dtype(first: str, a: Tensor, **others: Tensor | None) -> None:

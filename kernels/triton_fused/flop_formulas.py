@@ -33,7 +33,7 @@ def attention_flops(q: Shape, keys: float, matrix_products: int) -> int:
 
 
 def indexer_flops(index_q: Shape, keys: float, matrix_products: int) -> int:
-    """Products of [HI, DI] with [DI, keys] for every row: 1 for the scores, 4 for value and gradient with the scores recomputed."""
+    """Products of [HI, DI] with [DI, keys] for every row: 1 for the scores, 3 for the gradient (the scores of each head again)."""
     return attention_flops(index_q, keys, matrix_products)
 
 
@@ -55,13 +55,15 @@ def _attend_backward(grad: Shape, q: Shape, window_kv: Shape, compressed_kv: Sha
 
 
 @register_flop_formula(_OPS.sparse_indexer_loss)
-def _sparse_loss(index_q: Shape, index_k: Shape, index_w: Shape, support: Shape, q: Shape, *args: Any, **kwargs: Any) -> int:
-    return indexer_flops(index_q, support[1], 1) + attention_flops(q, support[1], 1)
+def _sparse_loss(index_q: Shape, index_k: Shape, index_w: Shape, support: Shape, scores: Shape | None, q: Shape, *args: Any, **kwargs: Any) -> int:
+    return indexer_flops(index_q, support[1], int(scores is None)) + attention_flops(q, support[1], 1)
 
 
 @register_flop_formula(_OPS.sparse_indexer_gradient)
-def _sparse_gradient(grad: Shape, index_q: Shape, index_k: Shape, index_w: Shape, support: Shape, *args: Any, **kwargs: Any) -> int:
-    return indexer_flops(index_q, support[1], 4)
+def _sparse_gradient(
+    grad: Shape, index_q: Shape, index_k: Shape, index_w: Shape, support: Shape, scores: Shape | None, *args: Any, **kwargs: Any
+) -> int:
+    return indexer_flops(index_q, support[1], 3 + int(scores is None))
 
 
 @register_flop_formula(_OPS.dense_indexer_loss)
@@ -71,14 +73,23 @@ def _dense_loss(index_q: Shape, index_k: Shape, index_w: Shape, q: Shape, compre
 
 
 @register_flop_formula(_OPS.attend_and_teach)
-def _teach(index_q: Shape, index_k: Shape, index_w: Shape, selected: Shape, q: Shape, *args: Any, **kwargs: Any) -> int:
+def _teach(index_q: Shape, index_k: Shape, index_w: Shape, selected: Shape, scores: Shape | None, q: Shape, *args: Any, **kwargs: Any) -> int:
     window = args[8]
     return attention_flops(q, window + selected[1], 2)
 
 
 @register_flop_formula(_OPS.attend_and_teach_backward)
 def _teach_backward(
-    grad: Shape, grad_kl: Shape, index_q: Shape, index_k: Shape, index_w: Shape, selected: Shape, q: Shape, *args: Any, **kwargs: Any
+    grad: Shape,
+    grad_kl: Shape,
+    index_q: Shape,
+    index_k: Shape,
+    index_w: Shape,
+    selected: Shape,
+    scores: Shape | None,
+    q: Shape,
+    *args: Any,
+    **kwargs: Any,
 ) -> int:
     window = args[10]
-    return attention_flops(q, window + selected[1], 5) + indexer_flops(index_q, selected[1], 4)
+    return attention_flops(q, window + selected[1], 5) + indexer_flops(index_q, selected[1], 3 + int(scores is None))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KL from the teacher to the indexer over selected entries, and its gradient to index_q, index_k, index_w; the scores are recomputed.
+"""KL from the teacher to the indexer over selected entries, and its gradient to index_q, index_k, index_w; products are recomputed.
 
-One program: one query row. It scores the selected entries, turns the row into d loss / d score = softmax - teacher, and walks the entries again
-for the gradients. Sums over query rows (d index_k) go through fp32 additions in memory, or, deterministic, through integer ones, whose order
-does not matter.
+One program: one query row. It scores the selected entries where the selection has not kept the scores, turns the row into
+d loss / d score = softmax - teacher, and walks the entries again for the gradients. Sums over query
+rows (d index_k) go through fp32 additions in memory, or, deterministic, through integer ones, whose order does not matter.
 
 Legend: R query rows, K slots of the support, C compressed entries of the whole row, HI index heads, DI index head dim.
 """
@@ -38,7 +38,7 @@ def loss_tiling(heads: int, head_dim: int, dtype: torch.dtype) -> LossTiling:
         return LossTiling(16, 16, 4, 1)
     if padded <= 32:
         return LossTiling(padded, 64 if dim <= 128 else 32, 4, 2)
-    return LossTiling(64, 64 if dim <= 128 else 32, 4 if dim <= 128 else 8, 2 if dim <= 128 else 1)
+    return LossTiling(64, 64, 4, 1) if dim <= 128 else LossTiling(64, 32, 8, 1)
 
 
 @triton.jit
@@ -72,6 +72,7 @@ def loss_kernel(
     VISIBLE,
     GRAD,
     UNIT,
+    SCORES,
     SCRATCH,
     KL,
     D_Q,
@@ -86,6 +87,7 @@ def loss_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SCORES_GIVEN: tl.constexpr,
     WITH_GRAD: tl.constexpr,
     DETERMINISTIC: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -99,17 +101,18 @@ def loss_kernel(
     extent = tl.max(tl.where(present, slot + 1, 0), 0)
     if HI <= BLOCK_H:
         q, w = head_block(Q, WEIGHTS, row, 0, HI, DI, BLOCK_H, BLOCK_D)
-    for n in range(0, extent, BLOCK_N):
-        ids, valid, k = gather_keys(SUPPORT, KEYS, row, n, first, end, K, DI, BLOCK_D, BLOCK_N)
-        score = tl.zeros([BLOCK_N], tl.float32)
-        for h0 in tl.static_range(0, HI, BLOCK_H):
-            if HI > BLOCK_H:
-                q, w = head_block(Q, WEIGHTS, row, h0, HI, DI, BLOCK_H, BLOCK_D)
-            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            score += tl.sum(tl.maximum(s, 0.0) * w[:, None], 0)
-        tl.store(SCRATCH + row * K + n + tl.arange(0, BLOCK_N), score, mask=n + tl.arange(0, BLOCK_N) < K)
-    tl.debug_barrier()  # the row was written by other threads of this program
-    score = tl.load(SCRATCH + row * K + slot, mask=present, other=float("-inf"))
+    if not SCORES_GIVEN:
+        for n in range(0, extent, BLOCK_N):
+            ids, valid, k = gather_keys(SUPPORT, KEYS, row, n, first, end, K, DI, BLOCK_D, BLOCK_N)
+            score = tl.zeros([BLOCK_N], tl.float32)
+            for h0 in tl.static_range(0, HI, BLOCK_H):
+                if HI > BLOCK_H:
+                    q, w = head_block(Q, WEIGHTS, row, h0, HI, DI, BLOCK_H, BLOCK_D)
+                s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+                score += tl.sum(tl.maximum(s, 0.0) * w[:, None], 0)
+            tl.store(SCORES + row * K + n + tl.arange(0, BLOCK_N), score, mask=n + tl.arange(0, BLOCK_N) < K)
+        tl.debug_barrier()  # the row was written by other threads of this program
+    score = tl.load(SCORES + row * K + slot, mask=present, other=float("-inf"))
     high = safe_top(tl.max(score, 0))
     spread = tl.exp(score - high)
     total = tl.sum(spread, 0)
@@ -144,11 +147,11 @@ def loss_kernel(
                 dq = tl.dot(ds, k, dq, input_precision=PRECISION)
                 dk = tl.dot(tl.trans(ds), q, input_precision=PRECISION)
                 address = D_KEYS + ids.to(tl.int64)[:, None] * DI + dim[None, :]
-                mask = valid[:, None] & (dim < DI)[None, :]
+                inside = valid[:, None] & (dim < DI)[None, :]
                 if DETERMINISTIC:
-                    tl.atomic_add(address, (dk * unit).to(tl.int64), mask=mask, sem="relaxed")
+                    tl.atomic_add(address, (dk * unit).to(tl.int64), mask=inside, sem="relaxed")
                 else:
-                    tl.atomic_add(address, dk, mask=mask, sem="relaxed")
+                    tl.atomic_add(address, dk, mask=inside, sem="relaxed")
             head = h0 + tl.arange(0, BLOCK_H)
             mask = (head < HI)[:, None] & (dim < DI)[None, :]
             tl.store(D_Q + row * (HI * DI) + head[:, None] * DI + dim[None, :], dq.to(D_Q.dtype.element_ty), mask=mask)
@@ -185,6 +188,8 @@ def sparse_loss(
     visible: Tensor,
     grad: Tensor | None = None,
     deterministic: bool = False,
+    scores: Tensor | None = None,
+    overwrite_teacher: bool = False,
     tiling: LossTiling | None = None,
 ) -> tuple[Tensor, IndexerGradients | None]:
     """KL per row fp32 [R], and the gradients for an incoming gradient `grad` [] of their sum (None without one).
@@ -193,6 +198,8 @@ def sparse_loss(
         index_q: [R, HI, DI]; index_k: [C, DI]; index_w: [R, HI].
         support: int32 [R, K], any order, holes allowed; entry_start, visible: int32 [R].
         teacher: fp32 [R, K], nonnegative weights of any sum; what stands in invalid slots is not read.
+        scores: fp32 [R, K], the scores of the support where they are known already.
+        overwrite_teacher: the memory of `teacher` may hold d loss / d score in the meantime.
     """
     rows, heads, dim = index_q.shape
     slots = support.shape[1]
@@ -211,7 +218,10 @@ def sparse_loss(
     tiles = tiling or loss_tiling(heads, dim, index_q.dtype)
     d_q = index_q if grad is None else torch.empty_like(index_q)
     d_w = index_w if grad is None else torch.empty_like(index_w)
-    scratch = torch.empty(rows, slots, dtype=torch.float32, device=index_q.device)
+    known = scores if scores is not None else torch.empty(rows, slots, dtype=torch.float32, device=index_q.device)
+    scratch = known  # its scores are not needed behind the softmax
+    if scores is not None and grad is not None:
+        scratch = teacher if overwrite_teacher else torch.empty_like(known)
     loss_kernel[(rows,)](
         index_q,
         index_k,
@@ -222,6 +232,7 @@ def sparse_loss(
         visible,
         kl if grad is None else grad,
         unit,
+        known,
         scratch,
         kl,
         d_q,
@@ -236,6 +247,7 @@ def sparse_loss(
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
         BLOCK_N=tiles.keys,
         BLOCK_K=max(16, triton.next_power_of_2(slots)),
+        SCORES_GIVEN=scores is not None,
         WITH_GRAD=grad is not None,
         DETERMINISTIC=deterministic and grad is not None,
         PRECISION="ieee" if index_q.dtype == torch.float32 else "tf32",

@@ -42,17 +42,28 @@ def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 @torch.library.custom_op(f"{NAMESPACE}::select", mutates_args=())
 def select(
-    index_q: Tensor, index_k: Tensor, index_w: Tensor, entry_start: Tensor, visible: Tensor, topk: int, ratio: int, longest: int, first_token: int
-) -> Tensor:
-    """int32 [R, K]; see `selection.select_entries`."""
+    index_q: Tensor,
+    index_k: Tensor,
+    index_w: Tensor,
+    entry_start: Tensor,
+    visible: Tensor,
+    topk: int,
+    ratio: int,
+    longest: int,
+    first_token: int,
+    with_scores: bool,
+) -> tuple[Tensor, Tensor]:
+    """int32 [R, K], and the scores fp32 [R, K] (empty without `with_scores`); see `selection.select_entries`."""
     with on_device_of(index_q):
         index_q, index_k, index_w = index_q.contiguous(), index_k.contiguous(), index_w.contiguous()
-        return select_entries(index_q, index_k, index_w, entry_start, visible, topk, ratio, longest, first_token)
+        ids, scores = select_entries(index_q, index_k, index_w, entry_start, visible, topk, ratio, longest, first_token, with_scores)
+        return ids, torch.empty(0, device=ids.device) if scores is None else scores
 
 
 @select.register_fake
-def _(index_q: Tensor, index_k: Tensor, index_w: Tensor, entry_start: Tensor, visible: Tensor, topk: int, ratio: int, longest: int, first_token: int):  # type: ignore[no-untyped-def]
-    return index_q.new_empty((index_q.shape[0], topk), dtype=torch.int32)
+def _(index_q, index_k, index_w, entry_start, visible, topk, ratio, longest, first_token, with_scores):
+    shape = (index_q.shape[0], topk)
+    return index_q.new_empty(shape, dtype=torch.int32), index_q.new_empty(shape if with_scores else (0,), dtype=torch.float32)
 
 
 def _entries(compressed_kv: Tensor | None, selected: Tensor | None, reads: int) -> tuple[Tensor | None, Tensor | None]:
@@ -84,7 +95,7 @@ def attend(
 
 
 @attend.register_fake
-def _(q, window_kv, compressed_kv, selected, sink, window_start, entry_start, visible, first_row, window, scale, reads):  # type: ignore[no-untyped-def]
+def _(q, window_kv, compressed_kv, selected, sink, window_start, entry_start, visible, first_row, window, scale, reads):
     return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
@@ -146,7 +157,7 @@ def _fake_attention_gradients(q: Tensor, window_kv: Tensor, compressed_kv: Tenso
 
 
 @attend_backward.register_fake
-def _(grad_out, q, window_kv, compressed_kv, selected, sink, *rest):  # type: ignore[no-untyped-def]
+def _(grad_out, q, window_kv, compressed_kv, selected, sink, *rest):
     return _fake_attention_gradients(q, window_kv, compressed_kv, sink)
 
 
@@ -170,6 +181,7 @@ def sparse_indexer_loss(
     index_k: Tensor,
     index_w: Tensor,
     support: Tensor,
+    scores: Tensor | None,
     q: Tensor,
     compressed_kv: Tensor,
     sink: Tensor,
@@ -178,45 +190,54 @@ def sparse_indexer_loss(
     visible: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """kl_sum fp32 [] and the teacher fp32 [R, K]; `lse` None means the compressed_only teacher."""
+    """kl_sum fp32 [] and the teacher fp32 [R, K]. `lse` None means the compressed_only teacher; `scores`: those of the support where known."""
     with on_device_of(q):
         index_q, index_k, index_w, support, q, compressed_kv = (t.contiguous() for t in (index_q, index_k, index_w, support, q, compressed_kv))
         known = None if lse is None else lse.float().contiguous()
         teacher = sparse_teacher(q, compressed_kv, support, sink.float().contiguous(), known, entry_start, visible, scale)
-        kl, _ = sparse_loss(index_q, index_k, index_w, support, teacher, entry_start, visible)
+        kl, _ = sparse_loss(index_q, index_k, index_w, support, teacher, entry_start, visible, scores=scores)
         return kl.sum(), teacher
 
 
 @sparse_indexer_loss.register_fake
-def _(index_q, index_k, index_w, support, q, *rest):  # type: ignore[no-untyped-def]
+def _(index_q, index_k, index_w, support, scores, q, *rest):
     return q.new_empty((), dtype=torch.float32), q.new_empty(support.shape, dtype=torch.float32)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::sparse_indexer_gradient", mutates_args=())
 def sparse_indexer_gradient(
-    grad_kl: Tensor, index_q: Tensor, index_k: Tensor, index_w: Tensor, support: Tensor, teacher: Tensor, entry_start: Tensor, visible: Tensor
+    grad_kl: Tensor,
+    index_q: Tensor,
+    index_k: Tensor,
+    index_w: Tensor,
+    support: Tensor,
+    scores: Tensor | None,
+    teacher: Tensor,
+    entry_start: Tensor,
+    visible: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """d index_q, d index_k, d index_w of grad_kl * kl_sum; the scores are recomputed."""
+    """d index_q, d index_k, d index_w of grad_kl * kl_sum; what is not known of the scores is recomputed."""
     with on_device_of(index_q):
         index_q, index_k, index_w, support = (t.contiguous() for t in (index_q, index_k, index_w, support))
         deterministic = torch.are_deterministic_algorithms_enabled()
-        _, gradients = sparse_loss(index_q, index_k, index_w, support, teacher.contiguous(), entry_start, visible, grad_kl.float(), deterministic)
+        _, gradients = sparse_loss(
+            index_q, index_k, index_w, support, teacher.contiguous(), entry_start, visible, grad_kl.float(), deterministic, scores=scores
+        )
         assert gradients is not None
         return gradients.index_q, gradients.index_k, gradients.index_w
 
 
 @sparse_indexer_gradient.register_fake
-def _(grad_kl, index_q, index_k, index_w, *rest):  # type: ignore[no-untyped-def]
+def _(grad_kl, index_q, index_k, index_w, *rest):
     return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (index_q, index_k, index_w))
 
 
 def _sparse_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    index_q, index_k, index_w, support = inputs[:4]
-    ctx.save_for_backward(index_q, index_k, index_w, support, output[1], inputs[8], inputs[9])
+    ctx.save_for_backward(*inputs[:5], output[1], inputs[9], inputs[10])
 
 
 def _sparse_autograd(ctx: Any, grad_kl: Tensor, grad_teacher: Tensor) -> tuple[Any, ...]:
-    return *sparse_indexer_gradient(grad_kl, *ctx.saved_tensors), *(None,) * 8
+    return *sparse_indexer_gradient(grad_kl, *ctx.saved_tensors), *(None,) * 9
 
 
 sparse_indexer_loss.register_autograd(_sparse_autograd, setup_context=_sparse_context)
@@ -254,7 +275,7 @@ def dense_indexer_loss(
 
 
 @dense_indexer_loss.register_fake
-def _(index_q, index_k, index_w, q, compressed_kv, normaliser, entry_start, visible, scale, ratio, longest, first_token, with_grad):  # type: ignore[no-untyped-def]
+def _(index_q, index_k, index_w, q, compressed_kv, normaliser, entry_start, visible, scale, ratio, longest, first_token, with_grad):
     shapes = [t.shape if with_grad else (0,) for t in (index_q, index_k, index_w)]
     gradients = [t.new_empty(shape) for t, shape in zip((index_q, index_k, index_w), shapes, strict=True)]
     return q.new_empty((), dtype=torch.float32), *gradients

@@ -9,11 +9,14 @@ Legend: R query rows, H heads, D head dim, K slots of the support, C compressed 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+REDO_ROWS = 64  # rows whose sums one program looks at
 UNDERFLOW = 2.0**-100  # an emitted row sum below this has lost digits of the entries that matter
 
 
@@ -52,7 +55,8 @@ def relative_normaliser(z, real):
 
 
 @triton.jit
-def teacher_kernel(
+def teacher_row(
+    row,
     Q,
     KEYS,
     SUPPORT,
@@ -64,7 +68,6 @@ def teacher_kernel(
     C,
     K,
     scale,
-    underflow,
     H: tl.constexpr,
     D: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -72,21 +75,16 @@ def teacher_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     FULL_CSA: tl.constexpr,
-    REDO: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    """Writes one row of the teacher."""
     first = tl.load(ENTRY_START + row)
     end = tl.minimum(first + tl.load(VISIBLE + row), C)
     slot = tl.arange(0, BLOCK_K)
     all_ids = tl.load(SUPPORT + row * K + slot, mask=slot < K, other=-1)
     present = (all_ids >= first) & (all_ids < end)
     extent = tl.max(tl.where(present, slot + 1, 0), 0)
-    wanted = extent > 0
-    if REDO:
-        emitted = tl.load(TEACHER + row * K + slot, mask=present, other=0.0)
-        wanted = wanted & (tl.sum(emitted, 0) < underflow)
-    if wanted:
+    if extent > 0:
         head = tl.arange(0, BLOCK_H)
         real = head < H
         lane = tl.arange(0, BLOCK_N)
@@ -126,17 +124,80 @@ def teacher_kernel(
         log_t = tl.load(TEACHER + row * K + slot, mask=present, other=float("-inf"))
         weight = tl.exp(log_t - safe_top(tl.max(log_t, 0)))
         tl.store(TEACHER + row * K + slot, weight / tl.sum(weight, 0), mask=slot < K)
-    elif not REDO:
+    else:
         tl.store(TEACHER + row * K + slot, tl.zeros([BLOCK_K], tl.float32), mask=slot < K)
 
 
+@triton.jit
+def teacher_kernel(
+    Q,
+    KEYS,
+    SUPPORT,
+    SINK,
+    LSE,
+    ENTRY_START,
+    VISIBLE,
+    TEACHER,
+    SUMS,
+    rows,
+    C,
+    K,
+    scale,
+    underflow,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    FULL_CSA: tl.constexpr,
+    REDO: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One row per program; with REDO the rows of a block whose emitted sum underflowed, which as a rule are none."""
+    if REDO > 0:
+        base = tl.program_id(0) * REDO
+        block = base + tl.arange(0, REDO)
+        lost = tl.load(SUMS + block, mask=block < rows, other=float("inf")) < underflow
+        if tl.sum(lost.to(tl.int32), 0) > 0:
+            for i in range(REDO):
+                row = tl.zeros([], tl.int64) + base + i
+                if tl.load(SUMS + row, mask=row < rows, other=float("inf")) < underflow:
+                    teacher_row(
+                        row, Q, KEYS, SUPPORT, SINK, LSE, ENTRY_START, VISIBLE, TEACHER, C, K, scale,
+                        H, D, BLOCK_H, CHUNK, BLOCK_N, BLOCK_K, FULL_CSA, PRECISION,
+                    )  # fmt: skip
+    else:
+        row = tl.program_id(0).to(tl.int64)
+        teacher_row(
+            row, Q, KEYS, SUPPORT, SINK, LSE, ENTRY_START, VISIBLE, TEACHER, C, K, scale,
+            H, D, BLOCK_H, CHUNK, BLOCK_N, BLOCK_K, FULL_CSA, PRECISION,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TeacherTiling:
+    """Keys of one product, columns multiplied at once, warps and pipeline stages."""
+
+    keys: int
+    chunk: int
+    warps: int
+    stages: int
+
+
+def teacher_tiling(heads: int, dim: int, itemsize: int) -> TeacherTiling:
+    """`heads`: rounded up to a power of two. Reading q again in chunks is faster than holding it: several programs then share a multiprocessor."""
+    chunk = dim_chunk(dim, heads, itemsize)
+    if itemsize == 4:
+        return TeacherTiling(16, chunk, 4, 1)
+    return TeacherTiling(64, chunk, 4 if heads <= 64 else 8, 1 if chunk < dim else 2)
+
+
 def dim_chunk(dim: int, heads: int, itemsize: int) -> int:
-    """Columns multiplied at once: all where q [heads, D] and a tile of keys fit shared memory, else a divisor of D that is a power of two."""
+    """Columns multiplied at once: all of a short row, else the largest power of two up to 128 that divides D."""
     whole = max(16, triton.next_power_of_2(dim))
-    if itemsize == 2 and heads * whole <= 64 * 512 and whole - dim < 16:
-        return whole
     divisor = dim & -dim
-    if divisor < 16:
+    if divisor < 16 or (whole <= 128 and whole == dim):
         return whole
     return min(divisor, 128 if itemsize == 2 else 64)
 
@@ -151,14 +212,15 @@ def sparse_teacher(
     visible: Tensor,
     scale: float,
     emitted: Tensor | None = None,
+    tiling: TeacherTiling | None = None,
 ) -> Tensor:
     """The teacher over `support`, fp32 [R, K], each row summing to 1; 0 in invalid slots and in rows without a valid one.
 
     Args:
         q: [R, H, D]; compressed_kv: [C, D]; support: int32 [R, K], any order, holes allowed.
         lse: fp32 [R, H] of the attention over the same support (without the sink) for full_csa; None for compressed_only.
-        emitted: sums of probabilities from the attention backward. Given, only its rows that underflowed are computed anew, in place, and it is
-            returned: its other rows keep whatever sum they have. Which rows these are is decided on the device.
+        emitted: sums of probabilities from the attention backward, 0 in invalid slots. Given, only its rows that underflowed are computed anew, in
+            place, and it is returned: its other rows keep whatever sum they have. Which rows these are is decided on the device.
     """
     rows, heads, dim = q.shape
     slots = support.shape[1]
@@ -166,9 +228,9 @@ def sparse_teacher(
     if rows == 0 or slots == 0:
         return teacher
     block_h = max(16, triton.next_power_of_2(heads))
-    chunk = dim_chunk(dim, block_h, q.element_size())
-    wide = q.element_size() == 2
-    teacher_kernel[(rows,)](
+    tiles = tiling or teacher_tiling(block_h, dim, q.element_size())
+    redo = 0 if emitted is None else REDO_ROWS
+    teacher_kernel[(rows if emitted is None else triton.cdiv(rows, redo),)](
         q,
         compressed_kv,
         support,
@@ -177,6 +239,8 @@ def sparse_teacher(
         entry_start,
         visible,
         teacher,
+        teacher if emitted is None else emitted.sum(-1),
+        rows,
         compressed_kv.shape[0],
         slots,
         scale,
@@ -184,13 +248,13 @@ def sparse_teacher(
         H=heads,
         D=dim,
         BLOCK_H=block_h,
-        CHUNK=chunk,
-        BLOCK_N=64 if wide else 16,
+        CHUNK=tiles.chunk,
+        BLOCK_N=tiles.keys,
         BLOCK_K=max(16, triton.next_power_of_2(slots)),
         FULL_CSA=lse is not None,
-        REDO=emitted is not None,
-        PRECISION="tf32" if wide else "ieee",
-        num_warps=4 if block_h * min(chunk, dim) <= 64 * 512 else 8,
-        num_stages=2 if wide else 1,
+        REDO=redo,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
     )
     return teacher

@@ -28,6 +28,7 @@ def attend_and_teach(
     index_k: Tensor,
     index_w: Tensor,
     selected: Tensor,
+    scores: Tensor | None,
     q: Tensor,
     window_kv: Tensor,
     compressed_kv: Tensor,
@@ -40,7 +41,10 @@ def attend_and_teach(
     window: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out [R, H, D], lse fp32 [R, H], kl_sum fp32 [] with the value 0. `kl_value` fp32 [] receives the right one in the backward."""
+    """out [R, H, D], lse fp32 [R, H], kl_sum fp32 [] with the value 0. `kl_value` fp32 [] receives the right one in the backward.
+
+    scores: fp32 [R, K], the index scores of `selected` where the selection kept them.
+    """
     bounds = RowBounds(window_start, entry_start, visible, first_row, window)
     with on_device_of(q):
         out, lse = attend_forward_rows(q, window_kv, compressed_kv, selected, sink, bounds, scale)
@@ -48,7 +52,7 @@ def attend_and_teach(
 
 
 @attend_and_teach.register_fake
-def _(index_q, index_k, index_w, selected, q, *rest):  # type: ignore[no-untyped-def]
+def _(index_q, index_k, index_w, selected, scores, q, *rest):
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     return out, q.new_empty(q.shape[:2], dtype=torch.float32), q.new_empty((), dtype=torch.float32)
 
@@ -61,6 +65,7 @@ def attend_and_teach_backward(
     index_k: Tensor,
     index_w: Tensor,
     selected: Tensor,
+    scores: Tensor | None,
     q: Tensor,
     window_kv: Tensor,
     compressed_kv: Tensor,
@@ -85,28 +90,30 @@ def attend_and_teach_backward(
         assert emitted is not None
         teacher = sparse_teacher(q, compressed_kv, selected, sink.float().contiguous(), lse, entry_start, visible, scale, emitted=emitted)
         deterministic = torch.are_deterministic_algorithms_enabled()
-        kl, gradients = sparse_loss(index_q, index_k, index_w, selected, teacher, entry_start, visible, grad_kl.float(), deterministic)
+        kl, gradients = sparse_loss(
+            index_q, index_k, index_w, selected, teacher, entry_start, visible, grad_kl.float(), deterministic, scores=scores, overwrite_teacher=True
+        )
         assert gradients is not None
         kl_value.copy_(kl.sum())
         return gradients.index_q, gradients.index_k, gradients.index_w, dq, d_window, d_entries, d_sink
 
 
 @attend_and_teach_backward.register_fake
-def _(grad_out, grad_kl, index_q, index_k, index_w, selected, q, window_kv, compressed_kv, sink, *rest):  # type: ignore[no-untyped-def]
+def _(grad_out, grad_kl, index_q, index_k, index_w, selected, scores, q, window_kv, compressed_kv, sink, *rest):
     indexer = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (index_q, index_k, index_w)]
     return *indexer, *_fake_attention_gradients(q, window_kv, compressed_kv, sink)
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:8], *output[:2], *inputs[8:12])
-    ctx.constants = inputs[12:]
+    ctx.save_for_backward(*inputs[:9], *output[:2], *inputs[9:13])
+    ctx.constants = inputs[13:]
 
 
 def _autograd(ctx: Any, grad_out: Tensor, grad_lse: Tensor, grad_kl: Tensor) -> tuple[Any, ...]:
     d_index_q, d_index_k, d_index_w, dq, d_window, d_entries, d_sink = attend_and_teach_backward(
         grad_out, grad_kl, *ctx.saved_tensors, *ctx.constants
     )
-    return d_index_q, d_index_k, d_index_w, None, dq, d_window, d_entries, d_sink, *(None,) * 7
+    return d_index_q, d_index_k, d_index_w, None, None, dq, d_window, d_entries, d_sink, *(None,) * 7
 
 
 attend_and_teach.register_autograd(_autograd, setup_context=_context)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Selection: exact top-k, ties to the lower id, ascending, whatever the chunk and however long the row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import PackedLayout, get_backend
+from tests.kernels.oracle import masks, oracle_scores, oracle_select
+
+
+def integer_indexer(tokens: int, entries: int, heads: int, dim: int, device: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Small integers: scores are exact in every precision and ties are common."""
+    g = torch.Generator().manual_seed(seed)
+    draw = [torch.randint(-2, 3, shape, generator=g).float().to(device) for shape in ((tokens, heads, dim), (entries, dim), (tokens, heads))]
+    return draw[0], draw[1], draw[2]
+
+
+@pytest.mark.parametrize("topk", [3, 8, 40])
+def test_ids_are_those_of_the_oracle_under_ties(device: str, topk: int) -> None:
+    lengths, tokens = [41, 0, 1, 3, 22], 70  # three tokens of padding
+    layout = PackedLayout.from_lengths(lengths, tokens, device=device)
+    q, k, w = integer_indexer(tokens, layout.num_compressed(4) + 2, 3, 16, device)
+    w[7] = 0  # all scores equal
+    visible = masks(lengths, tokens, k.shape[0], 4, 1)[1]
+    expected = oracle_select(oracle_scores(q.cpu(), k.cpu(), w.cpu(), visible), topk)
+    got = get_backend("triton").select(q, k, w, layout, 4, topk)
+    assert got.dtype == torch.int32
+    assert torch.equal(got.cpu(), expected)
+
+
+def test_chunks_of_the_buffer_do_not_show(device: str) -> None:
+    from kernels.triton_fused.selection import select_entries
+
+    layout = PackedLayout.from_lengths([30, 18], device=device)
+    q, k, w = integer_indexer(48, 11, 2, 16, device, 1)
+    bounds = (layout.entry_start(4), layout.visible_compressed(4))
+    one, scores = select_entries(q, k, w, *bounds, 3, 4, 7, with_scores=True)
+    many, _ = select_entries(q, k, w, *bounds, 3, 4, 7, budget=1)  # chunks of 32 rows
+    assert torch.equal(one, many)
+    exact = (torch.relu(torch.einsum("thd,cd->thc", q, k)) * w[..., None]).sum(1)
+    exact = torch.where(one >= 0, exact.gather(1, one.clamp(min=0).long()), -torch.inf)
+    assert torch.equal(scores, exact)  # integers: the scores kept for the loss are those of the ids
+
+
+def test_slice_of_query_rows_gets_the_ids_of_the_whole(device: str) -> None:
+    layout = PackedLayout.from_lengths([22, 12], device=device)
+    q, k, w = integer_indexer(34, 8, 2, 16, device, 2)
+    backend = get_backend("triton")
+    whole = backend.select(q, k, w, layout, 4, 4)
+    part = layout.query_slice(17, 29)
+    assert torch.equal(backend.select(q[17:29], k, w[17:29], part, 4, 4), whole[17:29])
+
+
+@pytest.mark.parametrize(("entries", "topk"), [(0, 4), (2, 7)])
+def test_exactly_k_columns_without_enough_entries(device: str, entries: int, topk: int) -> None:
+    layout = PackedLayout.from_lengths([4 * entries + 3], device=device)
+    q, k, w = integer_indexer(layout.num_tokens, entries, 2, 16, device)
+    ids = get_backend("triton").select(q, k, w, layout, 4, topk)
+    assert ids.shape == (layout.num_tokens, topk)
+    visible = layout.visible_compressed(4)[:, None]
+    slot = torch.arange(topk, device=device)[None]
+    assert torch.equal(ids, torch.where(slot < visible, slot, -1).int())
+
+
+def test_rows_beyond_the_registers_choose_like_rows_within(device: str) -> None:
+    from kernels.triton_fused.selection import long_row_kernel
+
+    g = torch.Generator().manual_seed(3)
+    scores = torch.randn(5, 512, generator=g).round(decimals=1)
+    scores[1] = 0.0
+    scores[2, ::2] = -0.0
+    scores[2, 1::2] = 0.0  # both zeros are one value
+    scores[3] *= 1e-30
+    visible = torch.tensor([500, 333, 444, 512, 20], dtype=torch.int32)
+    start = torch.tensor([0, 5, 7, 9, 1], dtype=torch.int32)
+    ids = torch.full((5, 40), -7, dtype=torch.int32, device=device)
+    kept = torch.zeros(5, 40, device=device)
+    long_row_kernel[(5,)](scores.to(device), ids, kept, start.to(device), visible.to(device), 0, 512, 40, K=40, BLOCK=128, EMIT=True)
+    for row in range(4):
+        order = torch.sort(scores[row, : visible[row]], descending=True, stable=True).indices[:40]
+        assert torch.equal(ids[row].cpu(), (order.sort().values + start[row]).int()), row
+        assert torch.equal(kept[row].cpu(), scores[row, order.sort().values]), row
+    assert (ids[4] == -7).all()  # a short row belongs to another launch
+
+
+def test_no_gradient_and_no_copy_of_the_graph(device: str) -> None:
+    layout = PackedLayout.from_lengths([12], device=device)
+    q, k, w = (t.requires_grad_() for t in integer_indexer(12, 3, 1, 16, device))
+    assert not get_backend("triton").select(q, k, w, layout, 4, 2).requires_grad
+
+
+def test_what_does_not_fit_is_refused(device: str) -> None:
+    layout = PackedLayout.from_lengths([12], device=device)
+    q, k, w = integer_indexer(12, 3, 1, 16, device)
+    backend = get_backend("triton")
+    with pytest.raises(ValueError, match=r"0\.\.2048"):
+        backend.select(q, k, w, layout, 4, 4000)
+    with pytest.raises(ValueError, match="needs 3"):
+        backend.select(q, k[:2], w, layout, 4, 2)
+    with pytest.raises(ValueError, match="float64"):
+        backend.select(q.double(), k.double(), w, layout, 4, 2)
+    with pytest.raises(ValueError, match="one dtype"):
+        backend.select(q, k.bfloat16(), w, layout, 4, 2)

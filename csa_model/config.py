@@ -140,9 +140,9 @@ class DataConfig:
     path: str | None = None  # text_files: a file or folder; memmap: the token file
     cache_dir: str = "data_cache"
     sequence_length: int = 256  # longest document in a row; longer ones are cut into pieces
-    tokens_per_batch: int = 2048  # length of one packed row, the batch of one rank
+    tokens_per_batch: int = 1024  # length of one packed row, the batch of one rank
     validation_fraction: float = 0.05
-    validation_batches: int = 8
+    validation_batches: int = 16
     num_workers: int = 0
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     recall: RecallConfig = field(default_factory=RecallConfig)
@@ -151,7 +151,7 @@ class DataConfig:
 @dataclass(frozen=True)
 class OptimizerConfig:
     name: Literal["muon_adamw", "adamw"] = "muon_adamw"
-    lr: float = 2e-3
+    lr: float = 1e-2
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-20
@@ -171,7 +171,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    max_steps: int = 300
+    max_steps: int = 350
     accelerator: str = "auto"
     devices: int | str = 1
     num_nodes: int = 1

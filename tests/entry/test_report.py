@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The summary, the closing table and the plots of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf.errors import OmegaConfBaseException
+
+from csa_model.config import ConfigError
+from csa_model.console import number, report
+from csa_model.plots import last_values, plot_run, read_curves
+from csa_model.report import closing_rows, weights_sha256
+from kernels import BackendUnsupported
+
+
+def test_the_hash_of_the_weights_sees_values_names_shapes_and_buffers() -> None:
+    def module(name: str = "weight", shape: tuple[int, ...] = (4,), value: float = 0.0, buffer: int = 0) -> torch.nn.Module:
+        made = torch.nn.Module()
+        made.register_parameter(name, torch.nn.Parameter(torch.full(shape, value)))
+        made.register_buffer("table", torch.tensor([buffer]))
+        return made
+
+    same = weights_sha256(module())
+    assert same == weights_sha256(module())
+    others = [module("other"), module(shape=(2, 2)), module(value=1e-7), module(buffer=1), module().double()]
+    assert len({same, *map(weights_sha256, others)}) == 6
+
+
+def test_curves_skip_blank_cells_and_plots_follow_what_was_logged(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.csv"
+    file.write_text("epoch,step,train/lm_loss,val/loss\n0,1,3.0,\n0,2,2.5,\n0,2,,2.75\n")
+    curves = read_curves(file)
+    assert curves == {"train/lm_loss": ([1, 2], [3.0, 2.5]), "val/loss": ([2], [2.75])}
+    assert last_values(curves) == {"train/lm_loss": 2.5, "val/loss": 2.75}
+    assert [p.name for p in plot_run(file, tmp_path, 5.0, "title")] == ["loss.png"]
+    assert (tmp_path / "loss.png").stat().st_size > 5000
+    assert plot_run(tmp_path / "absent.csv", tmp_path, None, "title") == []
+
+
+def test_figures_that_were_not_measured_read_n_a() -> None:
+    assert number(None) == number(float("nan")) == "n/a"
+    assert number(1234.5678, 1) == "1,234.6"
+    table = dict(
+        closing_rows({"validation_loss": 2.5, "unigram_loss": 5.0, "indexer_kl_full_csa": 0.01, "process_rss_gib": 0.5, "steps": 2, "seconds": 1.0})
+    )
+    assert table["validation loss"] == "2.500 nats per token (unigram model 5.000)"
+    assert table["bits per byte"] == "n/a (unigram model n/a)"
+    assert table["peak process memory"] == "0.50 GiB"  # named for what it is
+    assert "peak GPU memory" in dict(closing_rows({"peak_memory_gib": 3.0}))
+
+
+@pytest.mark.parametrize("error", [ConfigError("key=1 is not legal"), BackendUnsupported("no GPU", "backend=unfused"), OmegaConfBaseException("bad")])
+def test_errors_that_a_user_can_mend_are_one_line_once(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    report(error)
+    report(error)
+    assert capsys.readouterr().err == f"{type(error).__name__}: {error}\n"
+
+
+def test_other_errors_keep_their_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        raise RuntimeError("inside")
+    except RuntimeError as error:
+        report(error)
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown
+    assert "inside" in shown

@@ -103,9 +103,14 @@ def test_frozen_trunk_keeps_no_graph() -> None:
 
 
 def test_loss_off_needs_no_indexer_graph() -> None:
-    decoder = build(tiny_config())
+    decoder, seen = build(tiny_config()), []
+    decoder.layers[1].attn.indexer.register_forward_hook(lambda module, args, outputs: seen.extend(outputs))
     out = run(decoder, random_tokens(40), mode=AttentionMode("sparse", "off"))
     assert out.indexer == []
+    assert len(seen) == 3
+    assert not any(t.requires_grad for t in seen)
+    run(decoder, random_tokens(40), mode=AttentionMode("dense", "off"))
+    assert len(seen) == 3  # nothing selects, nothing learns: not even run
     decoder.logits(out.hidden).sum().backward()
     assert all(p.grad is None for _, p in decoder.indexer_parameters())
 

@@ -23,6 +23,13 @@ def test_norm_of_bf16_runs_in_float32() -> None:
     norm = RMSNorm(96, 1e-6)
     assert norm(x).dtype == torch.bfloat16
     assert torch.equal(norm(x), norm(x.float()).bfloat16())
+    probe, gradients = torch.randn(64, 96).bfloat16(), []
+    for dtype in (torch.bfloat16, torch.float32):
+        leaf = x.to(dtype).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):  # a backward inside the context must not round either
+            gradients.append(torch.autograd.grad(norm(leaf), (leaf, norm.weight), probe.to(dtype)))
+    assert torch.equal(gradients[0][0], gradients[1][0].bfloat16())
+    assert torch.equal(gradients[0][1], gradients[1][1])
 
 
 def test_zero_rows_are_finite() -> None:

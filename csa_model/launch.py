@@ -6,9 +6,11 @@ from __future__ import annotations
 import contextlib
 import csv
 import importlib.util
+import netrc
 import os
 import secrets
 import sys
+import urllib.parse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,8 @@ from csa_model.config import ConfigError, ExperimentConfig, LoggerConfig
 from csa_model.run_dir import RunDirectory, open_run, plain, refuse
 
 RUN_FOLDER_OF_RANK_ZERO = "CSA_RUN_FOLDER"  # read by the processes that a data-parallel run starts, so that every rank writes to one folder
-DISTRIBUTED_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", RUN_FOLDER_OF_RANK_ZERO)
+# what a job writes into the environment: Lightning's launcher, and its wandb logger
+JOB_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", RUN_FOLDER_OF_RANK_ZERO, "WANDB_MODE", "PL_GLOBAL_SEED")
 
 
 class _MetricsWriter(_ExperimentWriter):
@@ -80,11 +83,21 @@ def check_logger(config: LoggerConfig) -> None:
     package = {"wandb": "wandb", "tensorboard": "tensorboard"}.get(config.name)
     if package and importlib.util.find_spec(package) is None:
         raise ConfigError(f"logger={config.name} needs the package {package}: pip install '.[{config.name}]', or take logger=csv")
-    if config.name == "wandb" and not config.offline and os.environ.get("WANDB_MODE", "online") not in ("offline", "disabled", "dryrun"):
-        import wandb
+    online = config.name == "wandb" and not config.offline and os.environ.get("WANDB_MODE", "online") not in ("offline", "disabled", "dryrun")
+    if online and not _has_wandb_account():
+        raise ConfigError("logger.offline=false needs a wandb account: set WANDB_API_KEY or run `wandb login`, or leave logger.offline=true")
 
-        if wandb.api.api_key is None:
-            raise ConfigError("logger.offline=false needs a wandb account: set WANDB_API_KEY or run `wandb login`, or leave logger.offline=true")
+
+def _has_wandb_account() -> bool:
+    """Whether wandb will find a key. Not asked of wandb itself: that would fix its mode for the whole process."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urllib.parse.urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    for file in (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"):
+        with contextlib.suppress(OSError, netrc.NetrcParseError):
+            if file and netrc.netrc(os.path.expanduser(file)).authenticators(host):
+                return True
+    return False
 
 
 def build_loggers(config: ExperimentConfig, run: RunDirectory, resume_step: int | None) -> list[Logger]:
@@ -209,7 +222,7 @@ def build_trainer(config: ExperimentConfig, run: RunDirectory, callbacks: Sequen
 @contextlib.contextmanager
 def isolated_job(arguments: Sequence[str]) -> Iterator[None]:
     """One job: the processes it starts see its own arguments, and the next job of a multirun inherits no rank, port, process group or wandb run."""
-    before = {name: os.environ.get(name) for name in DISTRIBUTED_VARIABLES}
+    before = {name: os.environ.get(name) for name in JOB_VARIABLES}
     argv, sys.argv = sys.argv, [sys.argv[0], *arguments]
     failed = 1
     try:

@@ -13,7 +13,7 @@ import pytest
 
 from csa_model.config import ConfigError
 from csa_model.launch import (
-    DISTRIBUTED_VARIABLES,
+    JOB_VARIABLES,
     MetricsLogger,
     build_loggers,
     build_trainer,
@@ -80,20 +80,19 @@ def test_every_trainer_setting_reaches_lightning(tmp_path: Path) -> None:
 def test_a_job_leaves_no_rank_port_or_arguments_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Field report 85: what the first job of a multirun puts into the environment does not reach the second."""
     monkeypatch.setattr(sys, "argv", ["train.py", "-m", "seed=1,2"])
-    for name in DISTRIBUTED_VARIABLES:
+    for name in JOB_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MASTER_PORT", "1234")
-    with pytest.raises(RuntimeError), isolated_job(["seed=1"]):
+    with isolated_job(["seed=1"]):
         assert sys.argv == ["train.py", "seed=1"]
-        for name in DISTRIBUTED_VARIABLES:
+        for name in JOB_VARIABLES:
             os.environ[name] = "7"
-        raise RuntimeError
     assert sys.argv == ["train.py", "-m", "seed=1,2"]
-    assert {name: os.environ[name] for name in DISTRIBUTED_VARIABLES if name in os.environ} == {"MASTER_PORT": "1234"}
+    assert {name: os.environ[name] for name in JOB_VARIABLES if name in os.environ} == {"MASTER_PORT": "1234"}
 
 
 def test_ranks_are_known_before_any_process_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("RANK", "SLURM_PROCID", "SLURM_NTASKS", *DISTRIBUTED_VARIABLES):
+    for name in ("RANK", "SLURM_PROCID", "SLURM_NTASKS", *JOB_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     assert is_first_process()
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -115,6 +114,9 @@ def test_an_online_logger_without_an_account_is_refused_before_it_can_prompt(mon
     with pytest.raises(ConfigError, match="WANDB_API_KEY"):
         check_logger(load("logger=wandb", "logger.offline=false").logger)
     check_logger(load("logger=wandb").logger)
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password 0123\n")
+    check_logger(load("logger=wandb", "logger.offline=false").logger)
+    (tmp_path / "netrc").unlink()
     monkeypatch.setenv("WANDB_MODE", "offline")
     check_logger(load("logger=wandb", "logger.offline=false").logger)
 

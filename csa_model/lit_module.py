@@ -17,8 +17,10 @@ from csa_model.config import ConfigError, ExperimentConfig, from_mapping
 from csa_model.data.batch import PackedBatch
 from csa_model.decoder import AttentionMode, Decoder, DecoderOutput
 from csa_model.gradients import FiniteGuard, clip_to_norm, gradient_norms
+from csa_model.hyper_connections import HyperHead
+from csa_model.layers import RMSNorm
 from csa_model.losses import LossTerms, cross_entropy_sum, total_loss
-from csa_model.moe import update_router_biases
+from csa_model.moe import SwiGLU, update_router_biases
 from csa_model.optimizers import build_optimizer
 from csa_model.run_dir import plain
 from csa_model.schedulers import build_scheduler
@@ -40,7 +42,7 @@ class CSALitModule(L.LightningModule):
         self.decoder = build_decoder(self.config, self.mode)
         freeze(self.decoder, self.config)
         if self.config.compile:
-            self.decoder.compile()  # in place: the keys of the state dict stay as they are
+            compile_parts(self.decoder)
         indexer = {id(p) for _, p in self.decoder.indexer_parameters()}
         trained = [(name, p) for name, p in self.decoder.named_parameters() if p.requires_grad]
         self._trunk = [(name, p) for name, p in trained if id(p) not in indexer]
@@ -202,6 +204,17 @@ def build_decoder(config: ExperimentConfig, mode: AttentionMode) -> Decoder:
         dtype=torch.bfloat16 if config.trainer.precision == "bf16-mixed" else torch.float32,
         mode=mode,
     )
+
+
+def compile_parts(decoder: Decoder) -> None:
+    """torch.compile the modules that see tensors only: norms, dense and shared SwiGLU, closing heads of the streams.
+
+    The whole decoder would be compiled anew for every layout, since the document boundaries are host integers, and the attention runs kernels of its
+    own. In place, so that the keys of the state dict stay as they are.
+    """
+    for module in decoder.modules():
+        if isinstance(module, (RMSNorm, SwiGLU, HyperHead)):
+            module.compile()
 
 
 def device_type(config: ExperimentConfig) -> str:

@@ -62,8 +62,5 @@ class LastCheckpoint(L.Callback):
             rank_zero_info(f"step {trainer.global_step} is saved in {self.folder / LAST}; continue with ckpt_path=last")
 
     def _save(self, trainer: L.Trainer) -> None:
-        path = self.folder / LAST
-        if trainer.is_global_zero and path.is_symlink():
-            path.unlink()  # writing through the link would overwrite the periodic checkpoint that it points to
-        trainer.strategy.barrier()
-        trainer.save_checkpoint(path)
+        # Lightning moves the finished file into place, which replaces the link and not the periodic checkpoint that it points to.
+        trainer.save_checkpoint(self.folder / LAST)

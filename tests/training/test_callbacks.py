@@ -116,6 +116,15 @@ def test_diagnostics_without_topk_have_nothing_to_recall() -> None:
     assert not any("recall" in name or "mass_at_k" in name for name in log.rows[1])
 
 
+def test_a_metric_without_any_row_is_not_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents of 15 tokens see at most 3 entries, all of which a top-3 takes: there is nothing to recall; of 3 tokens none at all."""
+    config = make_config(max_steps=2)
+    for lengths, expected in (([15, 15], NAMES - {"indexer/recall_at_k", "indexer/mass_at_k"}), ([3, 3], set())):
+        monkeypatch.setitem(globals(), "VALIDATION", make_rows([lengths]))
+        _, log = _fit(config, [_diagnostics(config)])
+        assert {name for name in log.rows[1] if name in NAMES} == expected
+
+
 def test_learning_rates_are_those_of_the_step_taken() -> None:
     config = make_config(max_steps=2)
     scheduler = dataclasses.replace(config.scheduler, warmup_steps=4)
@@ -151,16 +160,16 @@ def test_throughput_counts_real_tokens_and_training_time_only(monkeypatch: pytes
             clock.now += 1000.0
             return {}
 
-    config = make_config(max_steps=5, log_every_n_steps=2)
-    diagnostics = SlowDiagnostics(DiagnosticsConfig(every_n_steps=3), 3)
+    config = make_config(max_steps=7, log_every_n_steps=3)
+    diagnostics = SlowDiagnostics(DiagnosticsConfig(every_n_steps=5), 3)
     log, module = Log(), make_module(config)
     validation = {"limit_val_batches": 1.0, "val_check_interval": 1, "check_val_every_n_epoch": None}
     trainer = make_trainer(config, callbacks=[Throughput(config), diagnostics, Slow()], logger=log, **validation)
-    trainer.fit(module, datamodule=Data(make_rows([[40, 7], [10], [20], [30], [3]])))
+    trainer.fit(module, datamodule=Data(make_rows([[40, 7], [10], [20], [30], [3], [40], [5]])))
     rates = {step: row["throughput/tokens_per_second"] for step, row in log.rows.items() if "throughput/tokens_per_second" in row}
-    # The first batch is warm-up: the first window is step 2 (10 tokens in 2 s), the second steps 3 and 4 (50 tokens in 4 s). Padding does not count.
-    assert rates == {1: 5.0, 3: 12.5}
-    assert "throughput/mfu" not in log.rows[1]
+    # The first batch is warm-up: the first window is steps 2 and 3 (30 tokens in 4 s), the second steps 4 to 6. Padding does not count.
+    assert rates == {2: 7.5, 5: pytest.approx(73 / 6)}
+    assert "throughput/mfu" not in log.rows[2]
 
 
 def test_mfu_is_the_counted_work_over_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,24 @@ def test_a_poisoned_step_stops_the_run_before_it_is_saved(tmp_path: Path) -> Non
             saved = torch.load(path, weights_only=True)
             assert saved["global_step"] == 1
             assert all(bool(torch.isfinite(v).all()) for v in saved["state_dict"].values() if v.is_floating_point())
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-4), ("bf16-mixed", 3e-2)])
+def test_compiled_gradients_equal_the_plain_ones(precision: str, tolerance: float) -> None:
+    """Field report 83, with documents of other lengths in every row. Gradients of one pass: several steps would compare two chaotic paths."""
+    rows = make_rows([[40, 7], [30, 18], [9, 9, 9]])
+    gradients = []
+    for compiled in (False, True):
+        config = dataclasses.replace(make_config(accelerator="gpu", precision=precision), compile=compiled)
+        module = make_module(config).cuda()
+        for batch in (row.to("cuda") for row in rows):
+            with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16-mixed"):
+                output = module.run_decoder(batch)
+            total_loss(output, batch, module.decoder, config).total.backward()
+        gradients.append({n: p.grad for n, p in module.decoder.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, plain in gradients[0].items():
+        assert (gradients[1][name] - plain).norm() <= tolerance * plain.norm() + 1e-6, name
 
 
 def test_muon_in_bf16_follows_fp32() -> None:

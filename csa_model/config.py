@@ -2,7 +2,8 @@
 """The typed configuration of a run.
 
 Hydra composes YAML; `from_mapping` turns the resolved result into these dataclasses and refuses unknown keys at any depth and values of the wrong
-type. `csa_model.config_checks.check` then refuses values and combinations that cannot work, before any work starts. Field names are those of the public DeepSeek-V4 configurations where such a name exists.
+type. `csa_model.config_checks.check` then refuses values and combinations that cannot work, before any work starts. Field names are those of the
+public DeepSeek-V4 configurations where such a name exists.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
 INDEXED_RATIO = 4  # the ratio of CSA layers: overlapping compressor and indexer; every larger ratio is an HCA layer
+DEEPSEEK_V4_VOCAB = 129_280  # ids of the released models
 
 
 class ConfigError(ValueError):
@@ -119,7 +121,7 @@ class StageConfig:
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    name: Literal["bpe", "bytes"] = "bpe"
+    name: Literal["bpe", "bytes", "deepseek_v4"] = "bpe"
     vocab_size: int = 1024
 
 

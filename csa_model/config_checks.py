@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from csa_model.config import INDEXED_RATIO, ConfigError, DataConfig, ExperimentConfig, ModelConfig, TrainerConfig
+from csa_model.config import DEEPSEEK_V4_VOCAB, INDEXED_RATIO, ConfigError, DataConfig, ExperimentConfig, ModelConfig, TrainerConfig
 
 MIN_TEXT_VOCAB = 257  # 256 bytes and the end of a document
 
@@ -196,6 +196,11 @@ def _check_data(data: DataConfig, model: ModelConfig) -> None:
         if model.vocab_size < MIN_TEXT_VOCAB:
             raise ConfigError(
                 f"model.vocab_size={model.vocab_size} is too small for text: 256 bytes and the end-of-document mark need at least {MIN_TEXT_VOCAB}"
+            )
+        if data.tokenizer.name == "deepseek_v4" and model.vocab_size < DEEPSEEK_V4_VOCAB:
+            raise ConfigError(
+                f"data.tokenizer.name=deepseek_v4 makes {DEEPSEEK_V4_VOCAB} ids, more than model.vocab_size={model.vocab_size}: set "
+                f"model.vocab_size={DEEPSEEK_V4_VOCAB}, or take tokenizer=deepseek_v4, which sets both"
             )
         if data.tokenizer.name == "bpe" and data.tokenizer.vocab_size < MIN_TEXT_VOCAB:
             raise ConfigError(f"data.tokenizer.vocab_size={data.tokenizer.vocab_size} is too small: byte-level BPE needs at least {MIN_TEXT_VOCAB}")

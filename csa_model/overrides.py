@@ -65,7 +65,7 @@ def _check_override(override: Override, config_dir: Path) -> None:
     if group.is_dir() and key != "":
         options = sorted(f.stem for f in group.glob("*.yaml"))
         for choice in _choices(override):
-            if choice not in options and not (choice == "null" and key in ("experiment", "debug")):
+            if choice not in options and not (choice == "null" and key in ("tokenizer", "experiment", "debug")):
                 raise ConfigError(f"{key}={choice} is not legal{_hint(choice, options)}; legal values: {', '.join(options)}")
         return
     current: typing.Any = ExperimentConfig
@@ -75,7 +75,7 @@ def _check_override(override: Override, config_dir: Path) -> None:
             raise ConfigError(f"unknown key '{key}' in {override.input_line}: {'.'.join(walked)} is a value, not a section")
         legal = [f.name for f in dataclasses.fields(current)]
         if not walked:
-            legal += ["experiment", "debug"]
+            legal += ["tokenizer", "experiment", "debug"]
         if name not in legal:
             where = ".".join(walked) or "the config"
             raise ConfigError(f"unknown key '{key}' in {override.input_line}{_hint(name, legal)}; legal keys of {where}: {', '.join(legal)}")

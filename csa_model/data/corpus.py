@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from csa_model.config import ConfigError, DataConfig
+from csa_model.config import DEEPSEEK_V4_VOCAB, ConfigError, DataConfig
 from csa_model.data.packing import Piece
 from csa_model.data.recall import RecallPieces, RecallTokenizer, check_recall, document_length, recall_sha256, uniform_loss
 from csa_model.data.stream import PieceSource, ValidationRows
@@ -101,7 +101,7 @@ def check_data(config: DataConfig, vocab_size: int, seed: int) -> None:
                 f"data.tokenizer.vocab_size={config.tokenizer.vocab_size} is not legal; "
                 f"legal: >= {SMALLEST_VOCAB} (256 bytes and the end of a document)"
             )
-        needed = SMALLEST_VOCAB if config.tokenizer.name == "bytes" else config.tokenizer.vocab_size
+        needed = {"bytes": SMALLEST_VOCAB, "deepseek_v4": DEEPSEEK_V4_VOCAB}.get(config.tokenizer.name, config.tokenizer.vocab_size)
         if needed > vocab_size:
             raise ConfigError(
                 f"data.tokenizer={config.tokenizer.name} makes {needed} ids, more than model.vocab_size={vocab_size}; "

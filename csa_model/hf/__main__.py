@@ -66,7 +66,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def report_export(done: Exported) -> None:
-    rows = [("form", ARCHITECTURE if done.form == "hf" else "own (csa_lightning)"), ("tensors", f"{len(done.tensors)}, {done.parameters:,} parameters")]
+    rows = [
+        ("form", ARCHITECTURE if done.form == "hf" else "own (csa_lightning)"),
+        ("tensors", f"{len(done.tensors)}, {done.parameters:,} parameters"),
+    ]
     if done.mtp_tensors:
         note = f"; {ARCHITECTURE} builds no MTP block and ignores them" if done.form == "hf" else ""
         rows.append(("MTP tensors", f"{len(done.mtp_tensors)}, as {done.mtp_tensors[0].rsplit('.', 2)[0].split('.attn')[0]}.*{note}"))
@@ -79,7 +82,10 @@ def report_import(found: Imported, out: str) -> None:
     model = found.model
     parameters = sum(v.numel() for name, v in found.weights.items() if v.is_floating_point() and not name.endswith("gate.bias"))
     rows = [
-        ("model", f"{model.name}, {model.num_hidden_layers} layers, {parameters:,} parameters, MTP block {'present' if model.mtp.enabled else 'absent'}"),
+        (
+            "model",
+            f"{model.name}, {model.num_hidden_layers} layers, {parameters:,} parameters, MTP block {'present' if model.mtp.enabled else 'absent'}",
+        ),
         ("tokenizer", ", ".join(found.tokenizer_files) or "none"),
         *(("note", note) for note in found.notes),
         ("checkpoint", out),

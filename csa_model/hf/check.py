@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,7 +29,8 @@ def compare_with_class(checkpoint: str | Path, folder: Path) -> str:
         raise ConfigError("--check needs the package transformers: pip install '.[hf]'")
     from transformers import DeepseekV4ForCausalLM
 
-    model, info = DeepseekV4ForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
+    loaded: Any = DeepseekV4ForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
+    model, info = loaded
     wrong = {key: value for key, value in info.items() if value}
     if wrong:
         raise ConfigError(f"{ARCHITECTURE} does not load {folder} cleanly: {wrong}")

@@ -28,6 +28,27 @@ SAME_NAME = (
 )
 HYPER_CONNECTIONS = ("hc_mult", "hc_sinkhorn_iters", "hc_eps")
 MOE = ("n_routed_experts", "num_experts_per_tok", "n_shared_experts", "moe_intermediate_size", "routed_scaling_factor", "swiglu_limit")
+_EXPECTED = {  # what the decoder computes; the class can be configured to do something else
+    "scoring_func": "sqrtsoftplus",
+    "norm_topk_prob": True,
+    "hidden_act": "silu",
+    "num_key_value_heads": 1,
+    "n_shared_experts": 1,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+_DEFAULTS = {  # of transformers, for keys that a file may leave out
+    **_EXPECTED,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+    "hc_mult": 4,
+    "hc_eps": 1e-6,
+    "hc_sinkhorn_iters": 20,
+    "swiglu_limit": 10.0,
+    "rope_theta": 10000.0,
+    "compress_rope_theta": 160000.0,
+}
 
 
 def reasons_against(model: ModelConfig) -> list[str]:
@@ -108,9 +129,9 @@ def own_config(model: ModelConfig, eos: int | None) -> dict[str, Any]:
 def model_config(content: Mapping[str, Any], has_mtp: bool, name: str) -> ModelConfig:
     """ModelConfig of a config.json of either form.
 
-    `has_mtp`: whether the weights hold an MTP block (transformers writes none). `name`: of the model where the file does not say. Public keys win over
-    the section that this project adds; what neither says takes the default. Raises ConfigError for a file that is neither form or says something
-    that a Decoder cannot do.
+    `has_mtp`: whether the weights hold an MTP block (transformers writes none). `name`: of the model where the file does not say. Public keys win
+    over the section that this project adds; what neither says takes the default. Raises ConfigError for a file that is neither form or says
+    something that a Decoder cannot do.
     """
     own = dict(content.get(OWN_SECTION) or {})
     if content.get("model_type") == OWN_MODEL_TYPE:
@@ -148,12 +169,7 @@ def model_config(content: Mapping[str, Any], has_mtp: bool, name: str) -> ModelC
 
 def _with_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
     """Keys that a file may leave out, as transformers fills them in; everything else must be there."""
-    public: dict[str, Any] = {
-        **{"rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False, "n_shared_experts": 1, "hc_mult": 4, "hc_eps": 1e-6},
-        **{"hc_sinkhorn_iters": 20, "swiglu_limit": 10.0, "rope_theta": 10000.0, "compress_rope_theta": 160000.0, "scoring_func": "sqrtsoftplus"},
-        **{"norm_topk_prob": True, "hidden_act": "silu", "num_key_value_heads": 1, "attention_bias": False, "mlp_bias": False},
-        **content,
-    }
+    public: dict[str, Any] = {**_DEFAULTS, **content}
     missing = [key for key in (*SAME_NAME, *HYPER_CONNECTIONS, *MOE, "index_topk") if key not in public]
     if missing:
         raise ConfigError(f"config.json lacks {', '.join(missing)}")
@@ -161,9 +177,7 @@ def _with_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_foreign(public: Mapping[str, Any]) -> None:
-    expected = {"scoring_func": "sqrtsoftplus", "norm_topk_prob": True, "hidden_act": "silu", "num_key_value_heads": 1}
-    expected |= {"attention_bias": False, "mlp_bias": False, "n_shared_experts": 1}
-    for key, value in expected.items():
+    for key, value in _EXPECTED.items():
         if public[key] != value:
             raise ConfigError(f"config.json: {key}={public[key]!r} is not what this project's decoder computes; legal: {value!r}")
     if (public.get("quantization_config") or {}) != {}:
@@ -183,7 +197,9 @@ def _ratios(public: Mapping[str, Any]) -> list[int]:
     if kinds is None and "compress_ratios" in public:
         kinds = [WINDOW if r == 0 else CSA if r == INDEXED_RATIO else HCA for r in public["compress_ratios"][:layers]]
     if kinds is None:
-        raise ConfigError("config.json has neither layer_types nor compress_ratios; transformers' default is not that of the released models: add one")
+        raise ConfigError(
+            "config.json has neither layer_types nor compress_ratios; transformers' default is not that of the released models: add one"
+        )
     unknown = sorted(set(kinds) - {WINDOW, CSA, HCA})
     if unknown or len(kinds) < layers:
         raise ConfigError(f"config.json: layer_types={kinds}; legal: {layers} of {WINDOW}, {CSA}, {HCA}")
@@ -200,7 +216,9 @@ def _rope(public: dict[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"config.json: rope_parameters.main has rope_type={main['rope_type']!r}; window layers have plain RoPE here")
         public["rope_theta"], public["compress_rope_theta"] = main["rope_theta"], scaling["rope_theta"]
         if scaling.get("rope_type") == "yarn" and scaling.get("attention_factor") is None:
-            raise ConfigError("config.json: rope_parameters.compress lacks attention_factor, which transformers takes for a magnitude scale; set it to 1.0")
+            raise ConfigError(
+                "config.json: rope_parameters.compress lacks attention_factor, which transformers takes for a magnitude scale; set it to 1.0"
+            )
     elif nested and not scaling:
         scaling = dict(nested)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -209,7 +227,9 @@ def _rope(public: dict[str, Any]) -> dict[str, Any]:
     elif kind != "yarn":
         raise ConfigError(f"config.json: rope type {kind!r} of the compressed layers; legal: yarn, default")
     if float(scaling.get("attention_factor") or 1.0) != 1.0:
-        raise ConfigError(f"config.json: attention_factor={scaling['attention_factor']}; this project's decoder has no magnitude scale: it must be 1.0")
+        raise ConfigError(
+            f"config.json: attention_factor={scaling['attention_factor']}; this project's decoder has no magnitude scale: it must be 1.0"
+        )
     public["rope_theta"], public["compress_rope_theta"] = float(public["rope_theta"]), float(public["compress_rope_theta"])
     fields = {f.name for f in dataclasses.fields(RopeScaling)}
     return {key: value for key, value in scaling.items() if key in fields and value is not None}

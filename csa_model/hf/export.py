@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from csa_model.run_dir import find_run
 
 Form = Literal["hf", "own"]
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+INSTEAD = "Name the run's tokenizer with --tokenizer FILE, or leave it out: --no-tokenizer"
 TOKENIZER_KEY = "tokenizer_files"  # in checkpoints that an import wrote
 
 
@@ -60,7 +62,13 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def export(
-    checkpoint: str | Path, out: str | Path, *, form: Form = "hf", tokenizer: str | None = None, with_tokenizer: bool = True, cache_dir: str | None = None
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    form: Form = "hf",
+    tokenizer: str | None = None,
+    with_tokenizer: bool = True,
+    cache_dir: str | None = None,
 ) -> Exported:
     """Write `checkpoint` (a file or run folder) as the new or empty folder `out`.
 
@@ -124,22 +132,20 @@ def _tokenizer(found: Checkpoint, path: Path, given: str | None, wanted: bool, c
 
 
 def _tokenizer_of_run(config: ExperimentConfig, path: Path, cache_dir: str | None) -> Tokenizer | None:
-    import dataclasses
-
     section = dataclasses.replace(config.data, num_workers=0, cache_dir=cache_dir or config.data.cache_dir)
     try:
         data = CSADataModule(section, **launch.data_arguments(config))
         data.prepare_data()
     except ConfigError as error:
-        raise ConfigError(f"the tokenizer of the run cannot be made again: {error}\nName it with --tokenizer FILE, or leave it out: --no-tokenizer") from None
+        raise ConfigError(f"the tokenizer of the run cannot be made again: {error}\n{INSTEAD}") from None
     run = find_run(path)
     recorded = run.path / "corpus.json" if run else None
     if data.tokenizer is not None and recorded is not None and recorded.is_file():
         before = json.loads(recorded.read_text()).get("tokenizer_sha256")
         if before is not None and before != digest(data.tokenizer):
             raise ConfigError(
-                f"the data section of {path} now gives another tokenizer than the run had (sha256 {digest(data.tokenizer)[:12]}, recorded {before[:12]}): "
-                "the corpus has changed. Name the run's tokenizer with --tokenizer FILE, or leave it out: --no-tokenizer"
+                f"the data of {path} now give another tokenizer than the run had (sha256 {digest(data.tokenizer)[:12]}, recorded {before[:12]}): "
+                f"the corpus has changed. {INSTEAD}"
             )
     return data.tokenizer
 

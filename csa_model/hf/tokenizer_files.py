@@ -20,7 +20,9 @@ COPIED = (TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template
 def tokenizer_files(tokenizer: Tokenizer, model: ModelConfig) -> dict[str, str]:
     """File name -> content. The ids are those that the model was trained on; ConfigError for a tokenizer with more ids than the model."""
     if tokenizer.vocab_size > model.vocab_size:
-        raise ConfigError(f"the tokenizer makes {tokenizer.vocab_size} ids, more than model.vocab_size={model.vocab_size}: it is not that of this model")
+        raise ConfigError(
+            f"the tokenizer makes {tokenizer.vocab_size} ids, more than model.vocab_size={model.vocab_size}: it is not that of this model"
+        )
     if isinstance(tokenizer, BPETokenizer):
         content, eos = tokenizer.serialized(), tokenizer.eos_token
     elif isinstance(tokenizer, BytesTokenizer):

@@ -5,8 +5,8 @@
 
 writes the table of all cases; the tests assert its bounds. The path under test is the whole one: checkpoint, export, `from_pretrained`.
 Sinks, position biases, router biases, norms and hyper-connection maps are moved off their initial values, YaRN blends within the rotary dims, and
-hash tables are real ones (the class starts them at zero). Sixteen index heads: with few of them relu makes exact ties at score 0, and which of two tied
-entries is selected is open.
+hash tables are real ones (the class starts them at zero). Sixteen index heads: with few of them relu makes exact ties at score 0, and which of two
+tied entries is selected is open.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LOGIT_BOUND, GRADIENT_BOUND = 1e-5, 1e-4
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. Losses: mean cross entropy of random targets, nats. gradient: worst over parameters of max |difference| / max |value|."""
+    """One line of the table. Losses: mean cross entropy of random targets, nats. gradient: worst parameter, max |difference| / max |value|."""
 
     kind: str
     length: int
@@ -184,10 +184,10 @@ def all_rows() -> list[Row]:
 
 HEADER = f"""# Parity with transformers
 
-Our decoder and `transformers.DeepseekV4ForCausalLM` on the same weights and the same random tokens, in float32 on a CPU. The weights go the whole way:
-checkpoint, `python -m csa_model.hf export`, `from_pretrained`. Sinks, position biases, router biases, norms and hyper-connection maps are random, YaRN
-is active, hash tables are real, the first layer of each model is hash-routed and the others are scored. From length 17 on, the top-k selection leaves
-visible entries out.
+Our decoder and `transformers.DeepseekV4ForCausalLM` on the same weights and the same random tokens, in float32 on a CPU. The weights go the whole
+way: checkpoint, `python -m csa_model.hf export`, `from_pretrained`. Sinks, position biases, router biases, norms and hyper-connection maps are random,
+YaRN is active, hash tables are real, the first layer of each model is hash-routed and the others are scored. From length 17 on, the top-k selection
+leaves visible entries out.
 
 - loss: mean cross entropy of random targets, nats per token, from our logits and from theirs.
 - logits: largest absolute difference; the tests demand at most {LOGIT_BOUND:g}.
@@ -208,7 +208,8 @@ def section(rows: list[Row]) -> str:
         cells = (r.kind, r.length, f"{r.ours:.7f}", f"{r.theirs:.7f}", f"{r.logit:.1e}", f"{r.gradient:.1e}", f"`{r.parameter}`", r.parameters)
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     worst = max(rows, key=lambda r: r.logit), max(rows, key=lambda r: r.gradient)
-    lines += ["", f"Worst: logits {worst[0].logit:.1e} ({worst[0].kind}, {worst[0].length}), gradients {worst[1].gradient:.1e} ({worst[1].kind}, {worst[1].length})."]
+    at = [f"({row.kind}, {row.length})" for row in worst]
+    lines += ["", f"Worst: logits {worst[0].logit:.1e} {at[0]}, gradients {worst[1].gradient:.1e} {at[1]}."]
     return "\n".join(lines) + "\n"
 
 

@@ -90,7 +90,7 @@ def test_check_notices_a_wrong_and_a_missing_tensor(exported: tuple[Path, Path])
     with pytest.raises(ConfigError, match="differ"):
         compare_with_class(path, folder)
     save_file({n: v for n, v in tensors.items() if n != "layers.2.attn.attn_sink"}, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConfigError, match="missing_keys.*sinks"):
+    with pytest.raises(ConfigError, match=r"missing_keys.*sinks"):
         compare_with_class(path, folder)
     with pytest.raises(ConfigError, match=r"missing layers\.2\.attn\.attn_sink"):
         read_directory(folder)

@@ -20,9 +20,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from csa_model.config import ConfigError, TrainerConfig
+from csa_model.gradients import NonFiniteGradientError
 from kernels import BackendUnsupported
 
-READABLE = (ConfigError, BackendUnsupported, HydraException, OmegaConfBaseException)
+READABLE = (ConfigError, BackendUnsupported, NonFiniteGradientError, HydraException, OmegaConfBaseException)
 
 # Known and harmless here, each for the reason given; anything else stays visible.
 HARMLESS_WARNINGS = (

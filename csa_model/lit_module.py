@@ -182,10 +182,9 @@ class ValidationSums:
         """Metrics of the summed vector: nats per token, bits per byte of text, nats per query row."""
         total = dict(zip(self.names, sums, strict=True))
         # Lightning keeps metrics in fp32: one rounding at the end.
-        metrics = {
-            "val/loss": total["loss"] / total["tokens"].clamp(min=1),
-            "val/bits_per_byte": total["loss"] / math.log(2) / total["bytes"].clamp(min=1),
-        }
+        metrics = {"val/loss": total["loss"] / total["tokens"].clamp(min=1)}
+        if total["bytes"] > 0:  # synthetic tasks stand for no text; the sums are those of all ranks, so every rank decides alike
+            metrics["val/bits_per_byte"] = total["loss"] / math.log(2) / total["bytes"]
         if self.module.config.model.mtp.enabled:
             metrics["val/mtp_loss"] = total["mtp_loss"] / total["mtp_tokens"].clamp(min=1)
         if self.layers:

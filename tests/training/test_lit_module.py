@@ -269,6 +269,14 @@ def test_validation_weights_tokens_not_rows() -> None:
     assert set(metrics) == {"val/loss", "val/bits_per_byte", "val/mtp_loss", "val/indexer_kl", "val/indexer_kl/layer1"}
 
 
+def test_rows_that_stand_for_no_text_have_no_bits_per_byte() -> None:
+    module = make_module(make_config())
+    sums = torch.ones(len(module._validation.names), dtype=torch.float64)
+    assert "val/bits_per_byte" in module._validation.metrics(sums)
+    sums[module._validation.names.index("bytes")] = 0
+    assert "val/bits_per_byte" not in module._validation.metrics(sums)
+
+
 def test_init_from_takes_weights_and_names_every_key_that_does_not_fit(tmp_path: Any) -> None:
     source = make_module(make_config(), seed=1)
     path = tmp_path / "weights.ckpt"

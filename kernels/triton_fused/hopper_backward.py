@@ -23,7 +23,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from kernels.triton_fused.hopper_common import copy_to_shared, has_bit, item_bounds, store_half, sync_warps, tile_keys, tile_word
+from kernels.triton_fused.hopper_common import (
+    copy_to_shared,
+    has_bit,
+    item_bounds,
+    multiprocessors,
+    store_half,
+    sync_warps,
+    tile_keys,
+    tile_word,
+    turns,
+)
 from kernels.triton_fused.rows import RowBounds, RowPlan
 
 LOG2_E = 1.4426950408889634
@@ -49,17 +59,15 @@ def scores_partition(
     COLUMNS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     low: gl.constexpr = Q.dtype.element_ty
     count = 0
-    item_count = 0
-    for j in range(gl.program_id(0), items, gl.num_programs(0)):
+    for turn in range(turns(items)):
+        j = gl.program_id(0) + turn * gl.num_programs(0)
         item = items - 1 - j
         row, token, window_start, entry_start, entry_end, first_tile, last_tile = item_bounds(
             item, BOUNDS, first_row, window_tiles, HEAD_BLOCKS, BLOCK_N
         )
         z = gl.load(Z_LOG2 + item * 64 + head)
         delta = gl.load(DELTA + item * 64 + head)
-        key = tile_keys(
-            first_tile, row, token, window_start, entry_start, entry_end, SELECTED, K, window_tiles, key_n, BLOCK_N, ALL_VISIBLE
-        )
+        key = tile_keys(first_tile, row, token, window_start, entry_start, entry_end, SELECTED, K, window_tiles, key_n, BLOCK_N, ALL_VISIBLE)
         for tile in range(first_tile, last_tile):
             buffer = count & 1
             zero = (tile + j) >> 28
@@ -75,7 +83,7 @@ def scores_partition(
                 # + zero: loop-invariant pointers would be kept in registers through the loop
                 offset = (item + zero).to(gl.int64) * (64 * D) + load_head[:, None] * D + dim[None, :]
                 always = (load_head >= 0)[:, None]
-                mbarrier.wait(query_free, (item_count & 1) ^ 1)
+                mbarrier.wait(query_free, (turn & 1) ^ 1)
                 copy_to_shared(qs.index(0), Q + offset, always)
                 copy_to_shared(gs.index(0), GRAD_OUT + offset, always)
                 copy_to_shared(qs.index(1), Q + offset + HALF, always)
@@ -83,9 +91,7 @@ def scores_partition(
                 async_copy.commit_group()
                 async_copy.wait_group(0)
             async_copy.commit_group()
-            key = tile_keys(
-                tile + 1, row + zero, token, window_start, entry_start, entry_end, SELECTED, K, window_tiles, key_n, BLOCK_N, ALL_VISIBLE
-            )
+            key = tile_keys(tile + 1, row + zero, token, window_start, entry_start, entry_end, SELECTED, K, window_tiles, key_n, BLOCK_N, ALL_VISIBLE)
             word = tile_word(tile, row + zero, token, window_start, entry_start, entry_end, WORDS, word_count, window_tiles, BLOCK_N, ALL_VISIBLE)
             async_copy.wait_group(1)
             fence_async_shared()
@@ -115,7 +121,6 @@ def scores_partition(
                 else:  # two terms on top of 0: their order does not matter
                     gl.atomic_add(target, head_sum, mask=(slot >= 0) & (slot < K), sem="relaxed")
             count += 1
-        item_count += 1
 
 
 @gluon.constexpr_function
@@ -130,9 +135,9 @@ def add_layout(width):
 def add_rows(DKV, x, key, valid, column, nil, D: gl.constexpr, WIDTH: gl.constexpr):
     """x [64 keys, WIDTH] in the layout of the matrix instruction, added to rows of DKV: 16 bytes per lane, 128 per row.
 
-    What the L2 cache takes in additions limits the whole kernel, and it takes rows of 128 bytes a fifth faster than rows of 64. Two exchanges between
-    neighbours lead to them, each of one lane bit with one register bit, which costs half the shuffles of a layout that also renumbers the lanes. Adding
-    `nil`, a 0 that the compiler does not know, keeps it from merging both exchanges into one through smem.
+    What the L2 cache takes in additions limits the whole kernel, and it takes rows of 128 bytes a fifth faster than rows of 64. Two exchanges
+    between neighbours lead to them, each of one lane bit with one register bit, which costs half the shuffles of a layout that also renumbers the
+    lanes. Adding `nil`, a 0 that the compiler does not know, keeps it from merging both exchanges into one through smem.
     """
     QUADS: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]], [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, WIDTH]
@@ -140,7 +145,8 @@ def add_rows(DKV, x, key, valid, column, nil, D: gl.constexpr, WIDTH: gl.constex
     ADD: gl.constexpr = add_layout(WIDTH)
     y = gl.convert_layout(gl.convert_layout(x, QUADS) + nil, ADD)
     dim = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, ADD))
-    gl.atomic_add(DKV + (key.to(gl.int64) * D)[:, None] + (column + dim)[None, :], y, mask=valid[:, None] & (dim >= 0)[None, :], sem="relaxed")
+    target = DKV + (key.to(gl.int64) * D)[:, None] + (column + dim)[None, :]
+    gl.atomic_add(target, y, mask=valid[:, None] & (dim >= 0)[None, :], sem="relaxed")
 
 
 @gluon.jit
@@ -157,7 +163,8 @@ def gradients_partition(
     nothing = gl.zeros([BLOCK_N, WIDTH], gl.float32, X_LAYOUT)
     pieces: gl.constexpr = HALF // WIDTH
     count = 0
-    for j in range(gl.program_id(0), items, gl.num_programs(0)):
+    for turn in range(turns(items)):
+        j = gl.program_id(0) + turn * gl.num_programs(0)
         item = items - 1 - j
         row, token, window_start, entry_start, entry_end, first_tile, last_tile = item_bounds(
             item, BOUNDS, first_row, window_tiles, HEAD_BLOCKS, BLOCK_N
@@ -171,9 +178,7 @@ def gradients_partition(
             key = key + gl.where(tile < window_tiles, 0, tokens)
             mbarrier.wait(full.index(buffer), (count >> 1) & 1)
             dq = warpgroup_mma(ds.index(buffer), kv.index(SIDE + zero), dq, is_async=True)
-            x = warpgroup_mma(
-                ps.index(buffer).permute((1, 0)), gs.index(SIDE + zero).slice(0, WIDTH, dim=1), nothing, use_acc=False, is_async=True
-            )
+            x = warpgroup_mma(ps.index(buffer).permute((1, 0)), gs.index(SIDE + zero).slice(0, WIDTH, dim=1), nothing, use_acc=False, is_async=True)
             x = warpgroup_mma(ds.index(buffer).permute((1, 0)), qs.index(SIDE + zero).slice(0, WIDTH, dim=1), x, is_async=True)
             dq = warpgroup_mma_wait(2, [dq])
             mbarrier.arrive(key_free.index(SIDE))
@@ -262,7 +267,7 @@ def hopper_backward(
     if rows == 0:
         return dq, dkv, teacher
     items = rows * (heads // 64)
-    programs = min(items, torch.cuda.get_device_properties(q.device).multi_processor_count)
+    programs = min(items, multiprocessors(q.device))
     hopper_backward_kernel[(programs,)](
         q,
         grad_out,

@@ -8,9 +8,16 @@ all matrix instructions out of the loop, about a hundred registers' worth, and s
 
 from __future__ import annotations
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Programs of a persistent launch; each of them takes the shared memory of a whole multiprocessor."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
 
 # chosen at import, not by a branch in a kernel: the compiler resolves the names of both sides of a branch
 if hasattr(async_copy, "async_load"):
@@ -40,6 +47,12 @@ else:
 
 
 @gluon.jit
+def turns(items):
+    """Items that fall to this program."""
+    return (items - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
+
+
+@gluon.jit
 def item_bounds(item, BOUNDS, first_row, window_tiles, HEAD_BLOCKS: gl.constexpr, BLOCK_N: gl.constexpr):
     """Item -> row, token, first window key, range of entries, range of key tiles (at least one, so that every item passes through all barriers)."""
     row = item // HEAD_BLOCKS
@@ -54,9 +67,7 @@ def item_bounds(item, BOUNDS, first_row, window_tiles, HEAD_BLOCKS: gl.constexpr
 
 
 @gluon.jit
-def tile_keys(
-    tile, row, token, window_start, entry_start, entry_end, SELECTED, K, window_tiles, n, BLOCK_N: gl.constexpr, ALL_VISIBLE: gl.constexpr
-):
+def tile_keys(tile, row, token, window_start, entry_start, entry_end, SELECTED, K, window_tiles, n, BLOCK_N: gl.constexpr, ALL_VISIBLE: gl.constexpr):
     """Key tile -> row of each key in its own tensor, -1 where it is invalid. The tile lies in the window where tile < window_tiles."""
     slot = (tile - window_tiles) * BLOCK_N + n
     if ALL_VISIBLE:
@@ -70,7 +81,9 @@ def tile_keys(
 
 
 @gluon.jit
-def tile_word(tile, row, token, window_start, entry_start, entry_end, WORDS, word_count, window_tiles, BLOCK_N: gl.constexpr, ALL_VISIBLE: gl.constexpr):
+def tile_word(
+    tile, row, token, window_start, entry_start, entry_end, WORDS, word_count, window_tiles, BLOCK_N: gl.constexpr, ALL_VISIBLE: gl.constexpr
+):
     """Validity of the 64 keys of a tile as one int64: bit n belongs to key n."""
     in_window = tile < window_tiles
     if ALL_VISIBLE:

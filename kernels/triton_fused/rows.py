@@ -20,7 +20,7 @@ SLOTS_PER_WORD = 64
 
 @dataclass(frozen=True)
 class RowBounds:
-    """Per-row int32 [R] tensors: a row with token id t reads the tokens [window_start, t] and may read the entries [entry_start, entry_start + visible)."""
+    """Per-row int32 [R]: a row with token id t reads the tokens [window_start, t] and may read the entries [entry_start, entry_start + visible)."""
 
     window_start: Tensor
     entry_start: Tensor

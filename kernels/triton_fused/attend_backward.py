@@ -8,8 +8,9 @@ from torch import Tensor
 
 from kernels.backend import Selection
 from kernels.layout import PackedLayout
+from kernels.triton_fused import dense_attention as dense
 from kernels.triton_fused import hopper
-from kernels.triton_fused.attend_forward import check_operands, reads_entries, use_hopper
+from kernels.triton_fused.attend_forward import check_operands, reads_entries, use_dense, use_hopper
 from kernels.triton_fused.gradient_prepare import prepare_gradient
 from kernels.triton_fused.portable_backward import portable_backward
 from kernels.triton_fused.rows import RowBounds, plan_rows
@@ -85,6 +86,8 @@ def attend_backward_rows(
     operands = (grad_out, q, window_kv, compressed_kv, selected, z_log2, delta, bounds, plan, scale, emit)
     if use_hopper(q) and not deterministic:
         dq, dkv, teacher = hopper.backward(*operands)
+    elif use_dense(q, compressed_kv, selected) and not deterministic:
+        dq, dkv, teacher = dense.dense_backward(*operands)
     else:
         dq, dkv, teacher = portable_backward(*operands, deterministic)
     tokens = window_kv.shape[0]

@@ -9,7 +9,7 @@ READY := $(VENV)/.installed
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all lint format types bench clean
+.PHONY: help train test test-all lint format types bench parity clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -43,6 +43,9 @@ types: $(READY) ## mypy on kernels and csa_model
 
 bench: $(READY) ## memory and time of the unfused indexer loss against plain autograd
 	$(BIN)/python -m benchmarks.unfused_memory $(ARGS)
+
+parity: $(READY) ## docs/parity.md: logits and gradients against transformers
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m tests.hf.parity --out docs/parity.md
 
 clean: ## remove caches and build products; runs, data_cache and .venv stay
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -14,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from csa_model import config_checks, console, launch, overrides, report, resume, run_dir
+from csa_model import config_checks, console, launch, overrides, report, resume, run_dir, staged
 from csa_model.callbacks import build_callbacks
 from csa_model.config import ConfigError, ExperimentConfig, from_mapping
 from csa_model.data.datamodule import CSADataModule
@@ -25,6 +25,8 @@ CONFIGS = Path(__file__).resolve().parent / "configs"
 
 def train(config: ExperimentConfig, arguments: list[str], job_folder: Path | None = None) -> dict[str, object]:
     """Build and check everything, then make the run folder and train. Returns what summary.json holds."""
+    if config.staged.enabled:
+        return staged.run(config, arguments, train, job_folder)
     warned = config_checks.check(config)
     config_checks.check_devices(config)
     launch.check_logger(config.logger)

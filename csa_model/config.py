@@ -120,6 +120,27 @@ class StageConfig:
 
 
 @dataclass(frozen=True)
+class StagePlan:
+    """One stage of a staged run; min_lr_ratio is the scheduler section's."""
+
+    steps: int = 100
+    scheduler: Literal["cosine", "wsd", "constant"] = "constant"
+    warmup_steps: int = 10
+    decay_steps: int = 0
+    lr_multiplier: float = 1.0  # of optimizer.lr
+
+
+@dataclass(frozen=True)
+class StagedConfig:
+    """The three stages in one command (experiment=staged): dense, the indexers alone, sparse."""
+
+    enabled: bool = False
+    dense: StagePlan = field(default_factory=StagePlan)
+    indexer_warmup: StagePlan = field(default_factory=StagePlan)
+    sparse: StagePlan = field(default_factory=StagePlan)
+
+
+@dataclass(frozen=True)
 class TokenizerConfig:
     name: Literal["bpe", "bytes", "deepseek_v4"] = "bpe"
     vocab_size: int = 1024
@@ -235,6 +256,7 @@ class ExperimentConfig:
     backend: BackendConfig = field(default_factory=BackendConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     stage: StageConfig = field(default_factory=StageConfig)
+    staged: StagedConfig = field(default_factory=StagedConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)

@@ -19,10 +19,10 @@ from csa_model.run_dir import find_run, plain
 LAST = "last.ckpt"
 # May change when a run goes on: where and how long it runs, what it reports. Everything else makes another experiment and is refused.
 MAY_DIFFER = (
-    *("trainer.", "callbacks.", "logger.", "task", "runs_dir", "run_dir", "ckpt_path", "init_from", "compile"),
+    *("staged.", "trainer.", "callbacks.", "logger.", "task", "runs_dir", "run_dir", "ckpt_path", "init_from", "compile"),
     *("data.num_workers", "data.cache_dir", "data.path"),
 )
-SILENT = ("task", "runs_dir", "run_dir", "ckpt_path", "init_from", "data.cache_dir")
+SILENT = ("staged.enabled", "task", "runs_dir", "run_dir", "ckpt_path", "init_from", "data.cache_dir")
 
 
 def resolve(ckpt_path: str | None, run_dir: str | None, key: str = "ckpt_path") -> Path | None:
@@ -63,6 +63,9 @@ def prepare(config: ExperimentConfig) -> tuple[Path | None, int | None, list[str
 def overrides_of_run(given: Sequence[Override]) -> list[str]:
     """The overrides that the run to be resumed was started with, those that this call gives anew left out; [] for a fresh run."""
     values = {o.key_or_group: str(o.value()) for o in given if not o.is_sweep_override() and not o.is_delete()}
+    staged = Path(values.get("run_dir", "")).expanduser()
+    if values.get("ckpt_path") == LAST.removesuffix(".ckpt") and (staged / "staged.json").is_file():
+        return inherited((staged / "overrides.txt").read_text().splitlines(), given)
     path = resolve(values.get("ckpt_path"), values.get("run_dir")) if values.get("ckpt_path", "None") != "None" else None
     run = find_run(path) if path is not None else None
     if run is None or not run.overrides_file.exists():

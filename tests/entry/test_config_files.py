@@ -23,7 +23,7 @@ def test_every_option_of_every_group_composes_and_passes_the_checks(option: str)
     group, name = option.split("/")
     config, _ = checked(f"{group}={name}", *EXTRA.get(option, []))
     if group not in ("experiment", "debug", "callbacks", "trainer"):
-        assert getattr(config, group).name == name
+        assert getattr(config.data if group == "tokenizer" else config, group).name == name
 
 
 @pytest.mark.parametrize("option", OPTIONS)

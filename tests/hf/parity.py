@@ -185,9 +185,9 @@ def all_rows() -> list[Row]:
 HEADER = f"""# Parity with transformers
 
 Our decoder and `transformers.DeepseekV4ForCausalLM` on the same weights and the same random tokens, in float32 on a CPU. The weights go the whole
-way: checkpoint, `python -m csa_model.hf export`, `from_pretrained`. Sinks, position biases, router biases, norms and hyper-connection maps are random,
-YaRN is active, hash tables are real, the first layer of each model is hash-routed and the others are scored. From length 17 on, the top-k selection
-leaves visible entries out.
+way: checkpoint, `python -m csa_model.hf export`, `from_pretrained`. Sinks, position biases, router biases, norms and hyper-connection maps are
+random, YaRN is active, hash tables are real, the first layer of each model is hash-routed and the others are scored. From length 17 on, the top-k
+selection leaves visible entries out.
 
 - loss: mean cross entropy of random targets, nats per token, from our logits and from theirs.
 - logits: largest absolute difference; the tests demand at most {LOGIT_BOUND:g}.

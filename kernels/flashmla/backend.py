@@ -22,7 +22,7 @@ from kernels.flashmla.probe import Convention, probe
 from kernels.flashmla.providers import Provider, find_provider
 from kernels.flashmla.rules import OTHER_BACKENDS, SM90, ArchitectureRules, padding_cost, rules_of
 from kernels.layout import PackedLayout
-from kernels.unfused.checks import check_entries, check_selection, check_sink, check_tensor
+from kernels.unfused.checks import check_entries, check_selection, check_sink, check_tensor, compute_dtype
 
 BACKWARDS = ("triton", "cudnn")
 _ANSWERS: dict[tuple[object, ...], Convention] = {}  # the probe asks once per process
@@ -89,9 +89,9 @@ class FlashMLABackend(Backend):
             return {"attend": f"not available: {refusal}"}
 
     def _composition(self) -> dict[str, str]:
-        geometry = self._geometry or Geometry(heads=64, head_dim=512, window=128, topk=512, dtype=torch.bfloat16, device_type="cuda")
-        rules = self._rules(torch.device(geometry.device_type))
         parts, provider = self._load(), self._found()
+        geometry = self._geometry or Geometry(heads=64, head_dim=512, window=128, topk=512, dtype=torch.bfloat16, device_type=provider.device_type)
+        rules = self._rules(torch.device(geometry.device_type))
         convention = self._convention(rules, rules.padded_heads(geometry.heads), torch.device(geometry.device_type))
         status = "" if rules.confirmed else f"; the rules of {rules.name} have never been run"
         passed = f" (passed over: {'; '.join(self._passed_over)})" if self._passed_over else ""
@@ -183,7 +183,7 @@ class FlashMLABackend(Backend):
         assert isinstance(selected, Tensor)
         call = self._call(q, window_kv, compressed_kv, selected, sink, layout, ratio, window, scale)
         scores = parts.known_scores(selected, index_q, index_k, index_w) if parts.known_scores is not None else None
-        value = torch.zeros((), dtype=torch.float32, device=q.device)
+        value = torch.zeros((), dtype=compute_dtype(q), device=q.device)
         ids = selected.to(torch.int32)
         out, lse, kl_sum = AttendAndTeach.apply(index_q, index_k, index_w, scores, q, window_kv, compressed_kv, ids, sink, value, call)
         return out, lse.detach(), kl_sum, IndexerStats(value, (layout.visible_compressed(ratio) > 0).sum())

@@ -15,6 +15,7 @@ from kernels.flashmla.probe import Convention
 from kernels.flashmla.providers import Provider
 from kernels.flashmla.rules import ArchitectureRules
 from kernels.layout import PackedLayout
+from kernels.unfused.checks import compute_dtype
 
 
 def flashmla_forward(
@@ -42,13 +43,13 @@ def flashmla_forward(
     for first, last, slots in adapt.row_chunks(count, selected, layout, ratio, window, rules, padded):
         rows = q[first:last]
         if slots == 0:
-            parts.append((torch.zeros_like(rows), torch.full(rows.shape[:2], -torch.inf, dtype=sinks.dtype, device=q.device)))
+            parts.append((torch.zeros_like(rows), torch.full(rows.shape[:2], -torch.inf, dtype=compute_dtype(q), device=q.device)))
             continue
         ids = adapt.global_ids(first, last, slots, count, selected, layout, ratio, window)
         out, lse = _one_call(provider, convention, adapt.padded_queries(rows, padded, rules.head_dim), keys, ids, scale, sinks)
         parts.append((out[:, :heads, :dim], lse[:, :heads]))
     if not parts:
-        return torch.zeros_like(q), q.new_zeros(q.shape[:2], dtype=sinks.dtype)
+        return torch.zeros_like(q), q.new_zeros(q.shape[:2], dtype=compute_dtype(q))
     if len(parts) == 1:
         return parts[0][0].contiguous(), parts[0][1].contiguous()
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])

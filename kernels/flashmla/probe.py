@@ -21,7 +21,7 @@ from kernels.flashmla.providers import Provider, ProviderRejected, advice
 from kernels.flashmla.rules import OTHER_BACKENDS, ArchitectureRules
 
 LN_2 = math.log(2.0)
-ROWS, VALID, KEYS = 64, 128, 192
+ROWS, VALID, KEYS = 16, 128, 192
 FIRST_KEY = 7  # the keys before the first and behind the last valid one are NaN: no invalid id may bring them in
 TOLERANCE = 2e-2  # relative to the largest value of the reference; a bfloat16 result is off by 0.4 %
 LSE_TOLERANCE = 2e-3

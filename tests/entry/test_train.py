@@ -215,3 +215,20 @@ def test_the_command_line_works_without_terminal_account_or_network_and_stops_on
     assert summary(workplace / "out")["status"] == "interrupted"
     assert (workplace / "out" / "checkpoints" / "last.ckpt").exists()
     assert any((workplace / "out" / "wandb").glob("offline-run-*"))
+
+
+@pytest.mark.distributed
+def test_a_multirun_of_data_parallel_jobs_trains_each_in_its_own_folder(workplace: Path) -> None:
+    """Field report 85: the second job inherits no rank, port or process group from the first, and the second rank no folder of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    parallel = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.max_steps=2", "callbacks=minimal"]
+    command = [sys.executable, str(ROOT / "train.py"), "-m", *TINY, *parallel, "teacher=compressed_only,full_csa", "hydra.sweep.dir=sweep"]
+    done = subprocess.run(command, cwd=workplace, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert {p.name for p in workplace.iterdir()} == {"text", "data_cache", "sweep"}
+    folders = sorted(p for p in (workplace / "sweep").iterdir() if p.is_dir())
+    assert [p.name for p in folders] == ["0_teacher-compressed_only", "1_teacher-full_csa"]
+    for folder in folders:
+        assert summary(folder)["status"] == "finished"
+        assert summary(folder)["steps"] == 2
+        assert steps(folder) == [1, 2]

@@ -102,7 +102,8 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class BackendConfig:
-    name: str = "unfused"
+    name: Literal["unfused", "triton", "flashmla", "auto"] = "unfused"
+    backward: Literal["triton", "cudnn"] = "triton"  # flashmla: who differentiates the attention
 
 
 @dataclass(frozen=True)

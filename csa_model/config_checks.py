@@ -92,6 +92,7 @@ def check(config: ExperimentConfig) -> list[str]:
     for key, low, high, is_open in _RANGES:
         _check_range(key, _value(config, key), low, high, is_open)
     _check_model(config.model)
+    _check_backend(config)
     _check_training(config)
     _check_data(config.data, config.model)
     _check_trainer(config.trainer)
@@ -148,6 +149,16 @@ def _check_model(model: ModelConfig) -> None:
         )
     if moe.enabled and moe.num_hash_layers > layers:
         raise ConfigError(f"model.moe.num_hash_layers={moe.num_hash_layers} is more than model.num_hidden_layers={layers}; legal: 0 to {layers}")
+
+
+def _check_backend(config: ExperimentConfig) -> None:
+    if config.backend.backward == "triton":
+        return
+    key = f"backend.backward={config.backend.backward}"
+    if config.backend.name != "flashmla":
+        raise ConfigError(f"{key} belongs to backend=flashmla; backend={config.backend.name} has a backward of its own: leave it out")
+    if config.trainer.deterministic:
+        raise ConfigError(f"{key} has no deterministic mode and trainer.deterministic=true asks for one; take backend.backward=triton")
 
 
 def _check_training(config: ExperimentConfig) -> None:

@@ -196,9 +196,11 @@ class ValidationSums:
 
 def build_decoder(config: ExperimentConfig, mode: AttentionMode) -> Decoder:
     """The decoder on its backend. Raises BackendUnsupported now rather than in the first step, for the device and precision of the trainer."""
+    name = resolve_backend(config)
+    choices = {"backward": config.backend.backward} if name == "flashmla" else {}
     return Decoder(
         config.model,
-        get_backend(resolve_backend(config)),
+        get_backend(name, **choices),
         device_type=device_type(config),
         dtype=torch.bfloat16 if config.trainer.precision == "bf16-mixed" else torch.float32,
         mode=mode,

@@ -199,11 +199,14 @@ def available_backends() -> tuple[str, ...]:
     return tuple(_REGISTRY)
 
 
-def get_backend(name: str) -> Backend:
+def get_backend(name: str, **choices: str) -> Backend:
     """The backend of this name, imported only now.
 
+    Args:
+        choices: what only this backend lets one choose; flashmla: `backward`, "triton" (default) or "cudnn".
+
     Raises:
-        ValueError: unknown name; the message lists the names.
+        ValueError: unknown name or choice; the message lists the names.
         BackendUnsupported: a package that the backend is built on is missing.
     """
     if name not in _REGISTRY:
@@ -217,5 +220,7 @@ def get_backend(name: str) -> Backend:
             missing.append("no NVIDIA GPU is visible")
         remedy = "backend=unfused, which runs anywhere" + (", or backend=triton on an NVIDIA GPU" if name == "flashmla" else "")
         raise BackendUnsupported(f"backend {name!r} cannot be loaded: {' and '.join(missing)}", remedy) from error
-    backend: Backend = getattr(module, class_name)()
+    if choices and name != "flashmla":
+        raise ValueError(f"backend {name!r} offers no choice of {', '.join(choices)}; leave it out")
+    backend: Backend = getattr(module, class_name)(**choices)
     return backend

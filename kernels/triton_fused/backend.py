@@ -18,7 +18,7 @@ from kernels.layout import PackedLayout
 from kernels.triton_fused import flop_formulas, ops, requirements
 from kernels.triton_fused.attend_forward import implementation, reads_entries
 from kernels.triton_fused.rows import RowBounds
-from kernels.triton_fused.training_op import attend_and_teach
+from kernels.triton_fused.training_op import DirectAttendAndTeach, attend_and_teach
 from kernels.unfused.checks import check_entries, check_selection, check_sink, check_tensor
 from kernels.unfused.select import check_indexer_inputs
 from kernels.unfused.teacher import check_teacher
@@ -34,6 +34,7 @@ class TritonBackend(Backend):
     def __init__(self) -> None:
         self._geometry: Geometry | None = None
         self._scores: Any = WeakTensorKeyDictionary()
+        self._rows: Any = WeakTensorKeyDictionary()
 
     def require(self, geometry: Geometry) -> None:
         """See `Backend.require`; the requirements stand in requirements.py."""
@@ -71,6 +72,15 @@ class TritonBackend(Backend):
             self._scores[ids] = (scores, _state(ids, index_q, index_k, index_w))
         return ids
 
+    def _query_rows(self, visible: Tensor) -> Tensor:
+        """int64 []: rows that see an entry; counted once for a layout, whose `visible` is one tensor for all layers."""
+        if torch.compiler.is_compiling():
+            return (visible > 0).sum()
+        if visible not in self._rows:
+            with torch.inference_mode(False):
+                self._rows[visible] = (visible > 0).sum()
+        return self._rows[visible]
+
     def _known_scores(self, ids: Tensor, index_q: Tensor, index_k: Tensor, index_w: Tensor) -> Tensor | None:
         """Scores that `select` kept for exactly these ids, if neither they nor the indexer's tensors have changed since."""
         if torch.compiler.is_compiling():
@@ -97,7 +107,8 @@ class TritonBackend(Backend):
             reads = ops.Reads.ALL_VISIBLE if selected is ALL_VISIBLE else ops.Reads.SELECTED
         bounds = RowBounds.of(layout, ratio, window, reads != ops.Reads.NOTHING)
         ids = selected.to(torch.int32) if isinstance(selected, Tensor) else None
-        out, lse = ops.attend(
+        attend = ops.attend if ops.dispatched() else ops.DirectAttend.apply
+        out, lse = attend(
             q,
             window_kv,
             compressed_kv,
@@ -141,7 +152,7 @@ class TritonBackend(Backend):
                 lse = self.attend(q, window_kv, compressed_kv, support, sink, layout, ratio, window, scale)[1]
         known = lse.detach() if lse is not None and teacher == "full_csa" else None
         start, visible = layout.entry_start(ratio), layout.visible_compressed(ratio)
-        rows = (visible > 0).sum()
+        rows = self._query_rows(visible)
         if isinstance(support, Tensor):
             scores = self._known_scores(support, index_q, index_k, index_w)
             kl_sum, _ = ops.sparse_indexer_loss(
@@ -191,8 +202,9 @@ class TritonBackend(Backend):
         value = torch.zeros((), dtype=torch.float32, device=q.device)
         scores = self._known_scores(selected, index_q, index_k, index_w)
         tensors = (index_q, index_k, index_w, selected.to(torch.int32), scores, q, window_kv, compressed_kv, sink)
-        out, lse, kl_sum = attend_and_teach(*tensors, bounds.window_start, bounds.entry_start, bounds.visible, value, bounds.first_row, window, scale)
-        return out, lse.detach(), kl_sum, IndexerStats(value, (bounds.visible > 0).sum())
+        function = attend_and_teach if ops.dispatched() else DirectAttendAndTeach.apply
+        out, lse, kl_sum = function(*tensors, bounds.window_start, bounds.entry_start, bounds.visible, value, bounds.first_row, window, scale)
+        return out, lse.detach(), kl_sum, IndexerStats(value, self._query_rows(bounds.visible))
 
 
 def _longest(layout: PackedLayout, ratio: int, index_k: Tensor) -> int:

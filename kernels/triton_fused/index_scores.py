@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.triton_fused.rounding import ceil_div, power_of_two
+
 
 @dataclass(frozen=True)
 class ScoreTiling:
@@ -31,8 +33,8 @@ class ScoreTiling:
 
 def score_tiling(heads: int, head_dim: int, dtype: torch.dtype, columns: int) -> ScoreTiling:
     """Measured on an H200 with Triton 3.6.0: wide tiles for long documents, small ones where they would leave multiprocessors idle."""
-    padded = triton.next_power_of_2(heads)
-    dim = max(16, triton.next_power_of_2(head_dim))
+    padded = power_of_two(heads)
+    dim = max(16, power_of_two(head_dim))
     if dtype == torch.float32:
         # plain fused multiply-adds: a larger product does not fit registers
         block = max(16, min(padded, 16))
@@ -128,8 +130,8 @@ def write_scores(
     entries = index_k.shape[0]
     tiles = tiling or score_tiling(heads, dim, index_q.dtype, columns)
     # the rows of one program may end one document, hold short ones and begin another, whose entries lie side by side
-    key_tiles = triton.cdiv(min(entries, 2 * columns + tiles.rows), tiles.keys) + 1
-    scores_kernel[(key_tiles, triton.cdiv(stop_row - first_row, tiles.rows))](
+    key_tiles = ceil_div(min(entries, 2 * columns + tiles.rows), tiles.keys) + 1
+    scores_kernel[(key_tiles, ceil_div(stop_row - first_row, tiles.rows))](
         index_q,
         index_k,
         index_w,
@@ -144,7 +146,7 @@ def write_scores(
         HI=heads,
         DI=dim,
         BLOCK_H=tiles.heads,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        BLOCK_D=max(16, power_of_two(dim)),
         BLOCK_N=tiles.keys,
         BLOCK_T=tiles.rows,
         TOGETHER=tiles.together,

@@ -10,6 +10,8 @@ Legend: R query rows, H heads, D head dim, HI index heads, DI index head dim, C 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from kernels.triton_fused.index_scores import write_scores
 from kernels.triton_fused.indexer_sparse import IndexerGradients, head_block
+from kernels.triton_fused.rounding import ceil_div, power_of_two
 from kernels.triton_fused.selection import chunk_rows
 from kernels.triton_fused.teacher import dim_chunk, relative_normaliser, safe_top
 
@@ -218,7 +221,7 @@ def dense_loss(
     d_q, d_w = (torch.zeros_like(t) for t in (index_q, index_w)) if with_grad else (index_q, index_w)
     entries = index_k.shape[0]
     shape = _loss_shape(index_heads, index_dim, index_q.dtype)
-    key_tiles = triton.cdiv(max(1, entries), shape["BLOCK_N"])
+    key_tiles = ceil_div(max(1, entries), shape["BLOCK_N"])
     parts = torch.zeros(max(1, PROGRAMS // key_tiles) if with_grad else 0, *index_k.shape, dtype=torch.float32, device=index_k.device)
     size = chunk_rows(rows, widest, budget)
     for first in range(0, rows, max(1, size)):
@@ -240,9 +243,9 @@ def dense_loss(
     return kl, IndexerGradients(d_q, parts.sum(0).to(index_k.dtype), d_w)
 
 
-def _loss_shape(heads: int, dim: int, dtype: torch.dtype) -> dict[str, int | str]:
+def _loss_shape(heads: int, dim: int, dtype: torch.dtype) -> dict[str, Any]:
     """Tile and launch options shared by both gradient kernels."""
-    padded, block_d = max(16, triton.next_power_of_2(heads)), max(16, triton.next_power_of_2(dim))
+    padded, block_d = max(16, power_of_two(heads)), max(16, power_of_two(dim))
     if dtype == torch.float32:
         return {"BLOCK_H": 16, "BLOCK_D": block_d, "BLOCK_N": 16, "PRECISION": "ieee", "num_warps": 4, "num_stages": 1}
     block = {"BLOCK_H": min(padded, 64), "BLOCK_D": block_d, "PRECISION": "tf32"}
@@ -254,10 +257,10 @@ def _write_head_sums(
 ) -> None:
     heads, dim = q.shape[1:]
     wide = q.element_size() == 2
-    block_h, block_n = max(16, triton.next_power_of_2(heads)), 64 if wide else 16
-    chunk = dim_chunk(dim, block_h, q.element_size())
+    block_h, block_n = max(16, power_of_two(heads)), 64 if wide else 16
+    chunk = dim_chunk(dim)
     lines, columns = log_sums.shape
-    head_sum_kernel[(lines, triton.cdiv(columns, block_n))](
+    head_sum_kernel[(lines, ceil_div(columns, block_n))](
         q,
         compressed_kv,
         normaliser,
@@ -271,7 +274,7 @@ def _write_head_sums(
         H=heads,
         D=dim,
         BLOCK_H=block_h,
-        CHUNK=min(chunk, 128) if dim % 128 == 0 else chunk,
+        CHUNK=chunk,
         BLOCK_N=block_n,
         PRECISION="tf32" if wide else "ieee",
         num_warps=4 if block_h <= 64 else 8,

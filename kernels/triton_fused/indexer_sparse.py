@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.triton_fused.rounding import power_of_two
 from kernels.triton_fused.teacher import safe_top
 
 
@@ -32,8 +33,8 @@ class LossTiling:
 
 def loss_tiling(heads: int, head_dim: int, dtype: torch.dtype) -> LossTiling:
     """Measured on an H200 with Triton 3.6.0 for 64 heads of 128; the others keep the accumulators within the registers."""
-    padded = max(16, triton.next_power_of_2(heads))
-    dim = max(16, triton.next_power_of_2(head_dim))
+    padded = max(16, power_of_two(heads))
+    dim = max(16, power_of_two(head_dim))
     if dtype == torch.float32:
         return LossTiling(16, 16, 4, 1)
     if padded <= 32:
@@ -244,9 +245,9 @@ def sparse_loss(
         HI=heads,
         DI=dim,
         BLOCK_H=tiles.heads,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        BLOCK_D=max(16, power_of_two(dim)),
         BLOCK_N=tiles.keys,
-        BLOCK_K=max(16, triton.next_power_of_2(slots)),
+        BLOCK_K=max(16, power_of_two(slots)),
         SCORES_GIVEN=scores is not None,
         WITH_GRAD=grad is not None,
         DETERMINISTIC=deterministic and grad is not None,

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import enum
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from kernels.triton_fused.attend_backward import attend_backward_rows
 from kernels.triton_fused.attend_forward import attend_forward_rows
@@ -33,6 +35,11 @@ class Reads(enum.IntEnum):
     NOTHING = 0
     SELECTED = 1
     ALL_VISIBLE = 2
+
+
+def dispatched() -> bool:
+    """Whether somebody looks at operators: a compiler, or a dispatch mode such as a FLOP counter. Nobody else pays for their dispatch."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -73,8 +80,7 @@ def _entries(compressed_kv: Tensor | None, selected: Tensor | None, reads: int) 
     return compressed_kv, selected if reads == Reads.SELECTED else None
 
 
-@torch.library.custom_op(f"{NAMESPACE}::attend", mutates_args=())
-def attend(
+def _attend(
     q: Tensor,
     window_kv: Tensor,
     compressed_kv: Tensor | None,
@@ -92,6 +98,9 @@ def attend(
     bounds = RowBounds(window_start, entry_start, visible, first_row, window)
     with on_device_of(q):
         return attend_forward_rows(q, window_kv, *_entries(compressed_kv, selected, reads), sink, bounds, scale)
+
+
+attend = torch.library.custom_op(f"{NAMESPACE}::attend", _attend, mutates_args=())
 
 
 @attend.register_fake
@@ -126,8 +135,7 @@ def _attention_gradients(
     return dq, d_window.contiguous(), d_entries.contiguous(), d_sink, teacher
 
 
-@torch.library.custom_op(f"{NAMESPACE}::attend_backward", mutates_args=())
-def attend_backward(
+def _attend_backward(
     grad_out: Tensor,
     q: Tensor,
     window_kv: Tensor,
@@ -156,6 +164,9 @@ def _fake_attention_gradients(q: Tensor, window_kv: Tensor, compressed_kv: Tenso
     return like[0], like[1], entries, torch.empty_like(sink, dtype=torch.float32)
 
 
+attend_backward = torch.library.custom_op(f"{NAMESPACE}::attend_backward", _attend_backward, mutates_args=())
+
+
 @attend_backward.register_fake
 def _(grad_out, q, window_kv, compressed_kv, selected, sink, *rest):
     return _fake_attention_gradients(q, window_kv, compressed_kv, sink)
@@ -166,13 +177,33 @@ def _attend_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Ten
     ctx.constants = inputs[8:]
 
 
-def _attend_autograd(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
+def _attend_gradients(function: Callable[..., tuple[Tensor, ...]], ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
     q, window_kv, compressed_kv, selected, sink, *rest = ctx.saved_tensors
-    dq, d_window, d_entries, d_sink = attend_backward(grad_out, q, window_kv, compressed_kv, selected, sink, *rest, *ctx.constants)
+    dq, d_window, d_entries, d_sink = function(grad_out, q, window_kv, compressed_kv, selected, sink, *rest, *ctx.constants)
     return dq, d_window, None if compressed_kv is None else d_entries, None, d_sink, *(None,) * 7
 
 
+def _attend_autograd(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
+    return _attend_gradients(attend_backward, ctx, grad_out)
+
+
 attend.register_autograd(_attend_autograd, setup_context=_attend_context)
+
+
+class DirectAttend(torch.autograd.Function):
+    """`attend` without the operators' dispatch; see `dispatched`."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        output = _attend(*inputs)
+        _attend_context(ctx, inputs, output)
+        ctx.mark_non_differentiable(output[1])
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
+        return _attend_gradients(_attend_backward, ctx, grad_out)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::sparse_indexer_loss", mutates_args=())

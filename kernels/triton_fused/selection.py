@@ -15,9 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton_fused.index_scores import write_scores
+from kernels.triton_fused.rounding import ceil_div, power_of_two
 
 BUFFER_BYTES = 128 << 20  # at 16,384 tokens 7 % faster than half of it
-REGISTER_SPANS = ((1024, 2), (4096, 4), (16384, 8))  # entries that a row program holds, its warps
+REGISTER_SPANS = ((1024, 2), (4096, 4), (8192, 8), (16384, 16))  # entries that a row program holds, its warps
 
 
 @triton.jit
@@ -196,13 +197,13 @@ def select_entries(
 def _take_chunk(scores: Tensor, ids: Tensor, chosen: Tensor | None, entry_start: Tensor, visible: Tensor, first: int, stop: int, most: int) -> None:
     """Ids of the rows [first, stop), which see at most `most` entries: one launch per span of registers, each taking the rows that fit."""
     topk = ids.shape[1]
-    block_k = triton.next_power_of_2(topk)
+    block_k = power_of_two(topk)
     columns, lower = scores.shape[1], topk
     tensors = (scores, ids, scores if chosen is None else chosen, entry_start, visible)
     emit = chosen is not None
     for number, (span, warps) in enumerate(REGISTER_SPANS):
         if number == 0:
-            span = max(32, min(span, triton.next_power_of_2(max(1, most))))
+            span = max(32, min(span, power_of_two(max(1, most))))
         if number == 0 or (most > lower and span > topk):
             register_kernel[(stop - first,)](
                 *tensors, first, columns, lower, K=topk, BLOCK_K=block_k, SPAN=span, SHORT=number == 0, EMIT=emit, num_warps=warps
@@ -214,4 +215,4 @@ def _take_chunk(scores: Tensor, ids: Tensor, chosen: Tensor | None, entry_start:
 
 def _padded(columns: int) -> int:
     """Row pitch of the buffer: rows begin on 64 bytes."""
-    return max(16, triton.cdiv(columns, 16) * 16)
+    return max(16, ceil_div(columns, 16) * 16)

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.triton_fused.rounding import ceil_div, power_of_two
+
 REDO_ROWS = 64  # rows whose sums one program looks at
 UNDERFLOW = 2.0**-100  # an emitted row sum below this has lost digits of the entries that matter
 
@@ -187,19 +189,19 @@ class TeacherTiling:
 
 def teacher_tiling(heads: int, dim: int, itemsize: int) -> TeacherTiling:
     """`heads`: rounded up to a power of two. Reading q again in chunks is faster than holding it: several programs then share a multiprocessor."""
-    chunk = dim_chunk(dim, heads, itemsize)
+    chunk = dim_chunk(dim)
     if itemsize == 4:
         return TeacherTiling(16, chunk, 4, 1)
     return TeacherTiling(64, chunk, 4 if heads <= 64 else 8, 1 if chunk < dim else 2)
 
 
-def dim_chunk(dim: int, heads: int, itemsize: int) -> int:
-    """Columns multiplied at once: all of a short row, else the largest power of two up to 128 that divides D."""
-    whole = max(16, triton.next_power_of_2(dim))
+def dim_chunk(dim: int) -> int:
+    """Columns multiplied at once: all of a short row, else the largest power of two up to 64 that divides D."""
+    whole = max(16, power_of_two(dim))
     divisor = dim & -dim
     if divisor < 16 or (whole <= 128 and whole == dim):
         return whole
-    return min(divisor, 128 if itemsize == 2 else 64)
+    return min(divisor, 64)
 
 
 def sparse_teacher(
@@ -227,10 +229,10 @@ def sparse_teacher(
     teacher = torch.empty(rows, slots, dtype=torch.float32, device=q.device) if emitted is None else emitted
     if rows == 0 or slots == 0:
         return teacher
-    block_h = max(16, triton.next_power_of_2(heads))
+    block_h = max(16, power_of_two(heads))
     tiles = tiling or teacher_tiling(block_h, dim, q.element_size())
     redo = 0 if emitted is None else REDO_ROWS
-    teacher_kernel[(rows if emitted is None else triton.cdiv(rows, redo),)](
+    teacher_kernel[(rows if emitted is None else ceil_div(rows, redo),)](
         q,
         compressed_kv,
         support,
@@ -250,7 +252,7 @@ def sparse_teacher(
         BLOCK_H=block_h,
         CHUNK=tiles.chunk,
         BLOCK_N=tiles.keys,
-        BLOCK_K=max(16, triton.next_power_of_2(slots)),
+        BLOCK_K=max(16, power_of_two(slots)),
         FULL_CSA=lse is not None,
         REDO=redo,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",

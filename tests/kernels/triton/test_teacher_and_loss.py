@@ -158,3 +158,21 @@ def test_layer_without_entries_trains(device: str) -> None:
         assert got["kl"] == 0
         assert int(got["rows"]) == 0
         assert norm_error(got["d_q"], exact["d_q"]) < 3e-6
+
+
+def test_kept_scores_serve_only_the_tensors_they_are_of(device: str) -> None:
+    x = layer(device, lengths=(20,))
+    backend = get_backend("triton")
+    p = x.leaves()
+    operands = (p["q"], p["window_kv"], p["compressed_kv"], p["sink"], None, x.layout, 4, x.window, x.scale)
+    indexer = (p["index_q"], p["index_k"], p["index_w"])
+    ids = backend.select(*indexer, x.layout, 4, 3)
+    kept, _ = backend.indexer_loss(*indexer, ids, *operands)
+    again, _ = backend.indexer_loss(*indexer, ids.clone(), *operands)
+    assert torch.allclose(kept, again, rtol=1e-5)
+    with torch.no_grad():
+        p["index_k"] *= 2
+    changed, _ = backend.indexer_loss(*indexer, ids, *operands)
+    expected, _ = backend.indexer_loss(*indexer, ids.clone(), *operands)
+    assert torch.allclose(changed, expected, rtol=1e-5)
+    assert not torch.allclose(changed, kept, rtol=1e-2)

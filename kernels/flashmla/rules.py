@@ -71,4 +71,4 @@ def padding_cost(rules: ArchitectureRules, heads: int, head_dim: int, slots: int
     if not wasted:
         return "none"
     share = 100.0 * heads * head_dim * slots / (padded * rules.head_dim * padded_slots)
-    return f"{', '.join(wasted)}: {share:.1f} % of the products"
+    return f"{', '.join(wasted)}: {share:.2g} % of the products"

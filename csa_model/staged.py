@@ -3,7 +3,8 @@
 
 DeepSeek's order (arXiv 2512.02556, section 2.1.1; arXiv 2606.19348, section 4.2.2): with dense attention CSA layers read every visible entry and the
 indexers rest; in the warm-up everything but the indexers is frozen, attention stays dense and the LM loss is not differentiated; then everything
-trains on the selected entries. Weights go from stage to stage, optimizer states do not: what trains changes. Each stage reads its own order of the data.
+trains on the selected entries. Weights go from stage to stage, optimizer states do not: what trains changes. Each stage reads an order
+of the data of its own.
 """
 
 from __future__ import annotations

@@ -105,6 +105,7 @@ def export(
     for name, content in files.items():
         (folder / name).write_text(content, encoding="utf-8")
     save_file({name: value.contiguous().clone() for name, value in tensors.items()}, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)  # safetensors leaves it readable by its owner alone
     mtp = tuple(name for name in tensors if name.startswith(("mtp.",)))
     return Exported(
         out=folder,

@@ -128,3 +128,14 @@ def test_unknown_teacher_names_the_legal_ones() -> None:
     logits, rest, valid = random_row(2, 4, 6)
     with pytest.raises(ValueError, match="full_csa, compressed_only"):
         teacher_distribution(logits, rest, valid, "full-csa")  # type: ignore[arg-type]
+
+
+def test_heads_split_over_ranks_add_up_before_the_normalisation() -> None:
+    """What ranks that hold different heads must exchange: the sum over their heads of the attention's probabilities, normalised after the sum."""
+    logits, beside = torch.randn(6, 8, 5, dtype=torch.float64) * 3, torch.randn(6, 8, dtype=torch.float64) * 3
+    valid = torch.rand(6, 5) < 0.7
+    valid[:, 0] = True
+    masked = logits.masked_fill(~valid[:, None], -torch.inf)
+    of_head = (masked - torch.logaddexp(beside, masked.logsumexp(-1))[..., None]).exp()
+    total = sum(part.sum(1) for part in of_head.split(2, dim=1))
+    torch.testing.assert_close(teacher_distribution(logits, beside, valid), total / total.sum(-1, keepdim=True))  # type: ignore[union-attr]

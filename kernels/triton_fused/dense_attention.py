@@ -111,7 +111,9 @@ def dense_forward_kernel(
         valid = per_head(window_valid(key, token, window_start), QUERIES, PAD_H, BLOCK_N)
         top, total, acc = forward_step(q, k, valid, top, total, acc, scale_log2, PRECISION)
     last_entry = tl.max(end, 0)
-    for start in range(tl.min(tl.where(end > first, first, 2147483647), 0) // BLOCK_N * BLOCK_N, last_entry, BLOCK_N):
+    # never beyond the end: a pipelined loop looks some steps ahead of its start, which must not overflow
+    first_entry = tl.minimum(tl.min(tl.where(end > first, first, 2147483647), 0), last_entry)
+    for start in range(first_entry // BLOCK_N * BLOCK_N, last_entry, BLOCK_N):
         entry = start + n
         offset = entry[:, None].to(tl.int64) * D + dim[None, :]
         k = tl.load(COMPRESSED_KV + offset, mask=(entry < last_entry)[:, None] & (dim < D)[None, :], other=0.0)
@@ -195,7 +197,9 @@ def dense_backward_kernel(
         used = tl.max(chosen.to(tl.int32), 0) > 0
         tl.atomic_add(DKV + offset, dk, mask=used[:, None] & (dim < D)[None, :], sem="relaxed")
     last_entry = tl.max(end, 0)
-    for start in range(tl.min(tl.where(end > first, first, 2147483647), 0) // BLOCK_N * BLOCK_N, last_entry, BLOCK_N):
+    # never beyond the end: a pipelined loop looks some steps ahead of its start, which must not overflow
+    first_entry = tl.minimum(tl.min(tl.where(end > first, first, 2147483647), 0), last_entry)
+    for start in range(first_entry // BLOCK_N * BLOCK_N, last_entry, BLOCK_N):
         entry = start + n
         offset = entry[:, None].to(tl.int64) * D + dim[None, :]
         chosen = entry_valid(entry, query, rows, first, end, BITS, words, SELECTED)
@@ -213,9 +217,13 @@ def dense_backward_kernel(
     tl.store(DQ + cell[:, None] * D + dim[None, :], dq.to(DQ.dtype.element_ty), mask=real)
 
 
+# Off: the interpreter has checked the mathematics of this form, no GPU its speed. The GPU tests of the attention switch it on by themselves.
+CHOSEN_BY_ITSELF = False
+
+
 def prefers_dense(heads: int, head_dim: int, dtype: torch.dtype, slots: int | None, entries: int) -> bool:
     """Whether this form is the faster one: few heads, and no more entries than a few times the slots of a row (slots None: all are read)."""
-    return heads <= 32 and head_dim <= 128 and dtype != torch.float32 and (slots is None or entries <= 4 * slots)
+    return CHOSEN_BY_ITSELF and heads <= 32 and head_dim <= 128 and dtype != torch.float32 and (slots is None or entries <= 4 * slots)
 
 
 def _shape(heads: int, dim: int) -> dict[str, int]:

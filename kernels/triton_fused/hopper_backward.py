@@ -23,17 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from kernels.triton_fused.hopper_common import (
-    copy_to_shared,
-    has_bit,
-    item_bounds,
-    multiprocessors,
-    store_half,
-    sync_warps,
-    tile_keys,
-    tile_word,
-    turns,
-)
+from kernels.triton_fused.hopper_common import copy_to_shared, has_bit, item_bounds, multiprocessors, store_half, sync_warps, tile_keys, tile_word
 from kernels.triton_fused.rows import RowBounds, RowPlan
 
 LOG2_E = 1.4426950408889634
@@ -59,8 +49,8 @@ def scores_partition(
     COLUMNS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     low: gl.constexpr = Q.dtype.element_ty
     count = 0
-    for turn in range(turns(items)):
-        j = gl.program_id(0) + turn * gl.num_programs(0)
+    item_count = 0
+    for j in range(gl.program_id(0), items, gl.num_programs(0)):
         item = items - 1 - j
         row, token, window_start, entry_start, entry_end, first_tile, last_tile = item_bounds(
             item, BOUNDS, first_row, window_tiles, HEAD_BLOCKS, BLOCK_N
@@ -83,7 +73,7 @@ def scores_partition(
                 # + zero: loop-invariant pointers would be kept in registers through the loop
                 offset = (item + zero).to(gl.int64) * (64 * D) + load_head[:, None] * D + dim[None, :]
                 always = (load_head >= 0)[:, None]
-                mbarrier.wait(query_free, (turn & 1) ^ 1)
+                mbarrier.wait(query_free, (item_count & 1) ^ 1)
                 copy_to_shared(qs.index(0), Q + offset, always)
                 copy_to_shared(gs.index(0), GRAD_OUT + offset, always)
                 copy_to_shared(qs.index(1), Q + offset + HALF, always)
@@ -121,6 +111,7 @@ def scores_partition(
                 else:  # two terms on top of 0: their order does not matter
                     gl.atomic_add(target, head_sum, mask=(slot >= 0) & (slot < K), sem="relaxed")
             count += 1
+        item_count += 1  # noqa: SIM113
 
 
 @gluon.constexpr_function
@@ -163,8 +154,7 @@ def gradients_partition(
     nothing = gl.zeros([BLOCK_N, WIDTH], gl.float32, X_LAYOUT)
     pieces: gl.constexpr = HALF // WIDTH
     count = 0
-    for turn in range(turns(items)):
-        j = gl.program_id(0) + turn * gl.num_programs(0)
+    for j in range(gl.program_id(0), items, gl.num_programs(0)):
         item = items - 1 - j
         row, token, window_start, entry_start, entry_end, first_tile, last_tile = item_bounds(
             item, BOUNDS, first_row, window_tiles, HEAD_BLOCKS, BLOCK_N
@@ -183,7 +173,7 @@ def gradients_partition(
             dq = warpgroup_mma_wait(2, [dq])
             mbarrier.arrive(key_free.index(SIDE))
             x = warpgroup_mma_wait(0, [x])
-            add_rows(DKV, x, key, valid, SIDE * HALF, zero.to(gl.float32), D, WIDTH)
+            add_rows(DKV, x, key, valid, SIDE * HALF, gl.to_tensor(zero).to(gl.float32), D, WIDTH)
             for c in gl.static_range(1, pieces):
                 x = warpgroup_mma(
                     ps.index(buffer).permute((1, 0)), gs.index(SIDE + zero).slice(c * WIDTH, WIDTH, dim=1), nothing, use_acc=False, is_async=True
@@ -193,7 +183,7 @@ def gradients_partition(
                 if c == pieces - 1:
                     mbarrier.arrive(empty.index(buffer))
                     mbarrier.arrive(query_free, pred=tile + 1 == last_tile)
-                add_rows(DKV, x, key, valid, SIDE * HALF + c * WIDTH, zero.to(gl.float32), D, WIDTH)
+                add_rows(DKV, x, key, valid, SIDE * HALF + c * WIDTH, gl.to_tensor(zero).to(gl.float32), D, WIDTH)
             count += 1
         store_half(DQ, dq, item, SIDE * HALF, D)
 

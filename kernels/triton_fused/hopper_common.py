@@ -47,12 +47,6 @@ else:
 
 
 @gluon.jit
-def turns(items):
-    """Items that fall to this program."""
-    return (items - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
-
-
-@gluon.jit
 def item_bounds(item, BOUNDS, first_row, window_tiles, HEAD_BLOCKS: gl.constexpr, BLOCK_N: gl.constexpr):
     """Item -> row, token, first window key, range of entries, range of key tiles (at least one, so that every item passes through all barriers)."""
     row = item // HEAD_BLOCKS

@@ -23,17 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from kernels.triton_fused.hopper_common import (
-    copy_to_shared,
-    has_bit,
-    item_bounds,
-    multiprocessors,
-    store_half,
-    sync_warps,
-    tile_keys,
-    tile_word,
-    turns,
-)
+from kernels.triton_fused.hopper_common import copy_to_shared, has_bit, item_bounds, multiprocessors, store_half, sync_warps, tile_keys, tile_word
 from kernels.triton_fused.rows import RowBounds, RowPlan
 
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -59,20 +49,20 @@ def producer_partition(
     head = gl.arange(0, 64, layout=gl.SliceLayout(1, LOAD))
     dim = gl.arange(0, HALF, layout=gl.SliceLayout(0, LOAD))
     count = 0
+    item_count = 0
     row, token, window_start, entry_start, entry_end, first_tile, last_tile = item_bounds(
         items - 1 - gl.program_id(0), BOUNDS, first_row, window_tiles, HEAD_BLOCKS, BLOCK_N
     )
     even = tile_keys(first_tile, row, token, window_start, entry_start, entry_end, SELECTED, K, window_tiles, n, BLOCK_N, ALL_VISIBLE)
     odd = tile_keys(first_tile + 1, row, token, window_start, entry_start, entry_end, SELECTED, K, window_tiles, n, BLOCK_N, ALL_VISIBLE)
-    for turn in range(turns(items)):
-        j = gl.program_id(0) + turn * gl.num_programs(0)
+    for j in range(gl.program_id(0), items, gl.num_programs(0)):
         item = items - 1 - j
         row2, token2, window_start2, entry_start2, entry_end2, first_tile2, last_tile2 = item_bounds(
             gl.maximum(item - gl.num_programs(0), 0), BOUNDS, first_row, window_tiles, HEAD_BLOCKS, BLOCK_N
         )
         query = Q + item.to(gl.int64) * (64 * D) + head[:, None] * D + dim[None, :]
         always = (head >= 0)[:, None]
-        mbarrier.wait(query_free, (turn & 1) ^ 1)
+        mbarrier.wait(query_free, (item_count & 1) ^ 1)
         copy_to_shared(qs.index(0), query, always)
         copy_to_shared(qs.index(1), query + HALF, always)
         async_copy.mbarrier_arrive(query_ready, increment_count=False)
@@ -113,6 +103,7 @@ def producer_partition(
         entry_end = entry_end2
         first_tile = first_tile2
         last_tile = last_tile2
+        item_count += 1  # noqa: SIM113
 
 
 @gluon.jit
@@ -159,8 +150,8 @@ def left_partition(
     head = gl.arange(0, 64, layout=ROWS)
     nothing = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
     count = 0
-    for turn in range(turns(items)):
-        j = gl.program_id(0) + turn * gl.num_programs(0)
+    item_count = 0
+    for j in range(gl.program_id(0), items, gl.num_programs(0)):
         item = items - 1 - j
         zero = j >> 28
         row, token, window_start, entry_start, entry_end, first_tile, last_tile = item_bounds(
@@ -170,7 +161,7 @@ def left_partition(
         total = gl.zeros([64], gl.float32, ROWS)
         acc = gl.zeros([64, D // 2], gl.float32, O_LAYOUT)
         word = tile_word(first_tile, row, token, window_start, entry_start, entry_end, WORDS, word_count, window_tiles, BLOCK_N, ALL_VISIBLE)
-        mbarrier.wait(query_ready, turn & 1)
+        mbarrier.wait(query_ready, item_count & 1)
         mbarrier.wait(ready.index(0), count & 1)
         fence_async_shared()
         s = warpgroup_mma(qs.index(0 + zero), kv.index(0 + zero).permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -205,7 +196,7 @@ def left_partition(
         sink = gl.load(SINK + (item % HEAD_BLOCKS) * 64 + head) * LOG2_E
         rows.index(2).store(total)
         mbarrier.arrive(totals.index(0))
-        mbarrier.wait(totals.index(1), turn & 1)
+        mbarrier.wait(totals.index(1), item_count & 1)
         total = total + rows.index(3).load(ROWS)
         # a row without keys: 0 over 0 with a sink of -inf
         weight = gl.where(total > 0.0, 1.0 / (total + gl.exp2(sink - top)), 0.0)
@@ -213,6 +204,7 @@ def left_partition(
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(free.index(2))
         count += 1
+        item_count += 1  # noqa: SIM113
         store_half(OUT, acc * gl.convert_layout(weight, gl.SliceLayout(1, O_LAYOUT))[:, None], item, 0, D)
 
 
@@ -232,8 +224,8 @@ def right_partition(
     head = gl.arange(0, 64, layout=ROWS)
     nothing = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
     count = 0
-    for turn in range(turns(items)):
-        j = gl.program_id(0) + turn * gl.num_programs(0)
+    item_count = 0
+    for j in range(gl.program_id(0), items, gl.num_programs(0)):
         item = items - 1 - j
         row, token, window_start, entry_start, entry_end, first_tile, last_tile = item_bounds(
             item, BOUNDS, first_row, window_tiles, HEAD_BLOCKS, BLOCK_N
@@ -242,7 +234,7 @@ def right_partition(
         total = gl.zeros([64], gl.float32, ROWS)
         acc = gl.zeros([64, D // 2], gl.float32, O_LAYOUT)
         end = pairs_end(first_tile, last_tile)
-        mbarrier.wait(query_ready, turn & 1)
+        mbarrier.wait(query_ready, item_count & 1)
         for tile in range(first_tile, end, 2):
             phase = count & 1
             zero = (tile + j) >> 28
@@ -281,9 +273,10 @@ def right_partition(
         sink = gl.load(SINK + (item % HEAD_BLOCKS) * 64 + head) * LOG2_E
         rows.index(3).store(total)
         mbarrier.arrive(totals.index(1))
-        mbarrier.wait(totals.index(0), turn & 1)
+        mbarrier.wait(totals.index(0), item_count & 1)
         total = total + rows.index(2).load(ROWS)
         weight = gl.where(total > 0.0, 1.0 / (total + gl.exp2(sink - top)), 0.0)
+        item_count += 1  # noqa: SIM113
         store_half(OUT, acc * gl.convert_layout(weight, O_ROWS)[:, None], item, D // 2, D)
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 import triton
 
-from kernels.triton_fused import hopper, hopper_backward, hopper_forward
+from kernels.triton_fused import dense_attention, hopper, hopper_backward, hopper_forward
 from kernels.triton_fused.attend_backward import attend_backward_rows
 from kernels.triton_fused.attend_forward import attend_forward_rows
 from kernels.triton_fused.rows import RowBounds, plan_rows
@@ -29,16 +29,23 @@ VERSION = ".".join(triton.__version__.split(".")[:2])
 # Bytes of local memory a thread that a kernel may use, by Triton version and by heads x head dim: what was measured, 0 where nothing stands. A newer
 # version is held to the values of the newest. The 16 x 128 backward is fastest with one warp although it spills.
 STACK_BYTES = {
-    "3.6": {"hopper_backward_kernel 64x512": 136, "hopper_backward_kernel 128x512": 144, "backward_kernel 16x128": 224, "backward_kernel 32x512": 64},
+    "3.6": {
+        "hopper_backward_kernel 64x512": 128,
+        "hopper_backward_kernel 128x512": 144,
+        "backward_kernel 16x128": 224,
+        "backward_kernel 32x512": 64,
+        "dense_backward_kernel 16x128": 48,
+    },
     "3.9": {
-        "hopper_forward_kernel 64x512": 32,
-        "hopper_forward_kernel 128x512": 16,
-        "hopper_backward_kernel 64x512": 200,
-        "hopper_backward_kernel 128x512": 200,
+        "hopper_forward_kernel 64x512": 16,
+        "hopper_forward_kernel 128x512": 8,
+        "hopper_backward_kernel 64x512": 192,
+        "hopper_backward_kernel 128x512": 192,
         "forward_kernel 16x128": 360,
         "forward_kernel 32x512": 136,
         "backward_kernel 16x128": 224,
         "backward_kernel 32x512": 80,
+        "dense_backward_kernel 16x128": 16,
     },
 }
 SHARED_LIMIT = 227 * 1024
@@ -106,6 +113,21 @@ def test_portable_attention_ahead_of_time(heads: int, dim: int) -> None:
         attend_backward_rows(q, q, window_kv, compressed_kv, selected, sink, out, lse, bounds, 0.1, emit_teacher=True)
     for name in ("plan_kernel", "forward_kernel", "prepare_kernel", "backward_kernel"):
         check(kernels, name, heads, dim)
+
+
+@compiles
+@pytest.mark.parametrize(("heads", "dim"), [(8, 64), (16, 128)])
+def test_dense_form_ahead_of_time(heads: int, dim: int) -> None:
+    q, window_kv, compressed_kv, selected, sink, bounds = operands(heads, dim, 512)
+    row_values = torch.zeros(q.shape[:2])
+    with compiling_for_sm90() as kernels:
+        plan = plan_rows(selected, bounds, compressed_kv.shape[0])
+        dense_attention.dense_forward(q, window_kv, compressed_kv, selected, sink, bounds, plan, 0.1)
+        dense_attention.dense_backward(q, q, window_kv, compressed_kv, selected, row_values, row_values, bounds, plan, 0.1, True)
+    for name in ("set_bits_kernel", "count_below_kernel", "to_slots_kernel", "dense_forward_kernel", "dense_backward_kernel"):
+        check(kernels, name, heads, dim)
+    for kernel in kernels:
+        assert (kernel.count("HGMMA") > 0) == kernel.name.startswith("dense_"), "stacked rows fill the matrix instruction of a warp group"
 
 
 @pytest.mark.timeout(600)

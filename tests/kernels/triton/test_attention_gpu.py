@@ -13,6 +13,7 @@ from kernels import ALL_VISIBLE, PackedLayout
 
 pytest.importorskip("triton")
 
+from kernels.triton_fused import dense_attention
 from kernels.triton_fused.attend_backward import attend_backward
 from kernels.triton_fused.attend_forward import attend_forward
 
@@ -131,6 +132,15 @@ def assert_agrees(inputs: Inputs, tolerance: float, **options) -> None:
 def test_agrees_with_float32_mathematics(heads: int, dim: int, topk: int, dtype: torch.dtype) -> None:
     """One document beyond the selection, an empty one, one of a single token, odd lengths, padding; holes, ids out of range, a row without ids."""
     assert_agrees(Inputs((301, 0, 1, 290), heads, dim, topk, padding=9, dtype=dtype), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("heads", "dim", "topk"), [(8, 64, 64), (12, 96, 33), (16, 128, 512), (32, 64, 64)])
+def test_dense_form_agrees_with_float32_mathematics(monkeypatch, heads: int, dim: int, topk: int) -> None:
+    """Tiles of queries of several documents, one of padding alone, several tiles of entries."""
+    monkeypatch.setattr(dense_attention, "prefers_dense", lambda *args: True)
+    assert_agrees(Inputs((301, 0, 1, 290), heads, dim, topk, padding=80), TOLERANCE[torch.bfloat16])
+    assert_agrees(Inputs((301, 0, 1, 290), heads, dim, 0, padding=80, ratio=16, mode="all"), TOLERANCE[torch.bfloat16])
+    assert_agrees(Inputs((301, 0, 1, 290), heads, dim, 0, padding=80, mode="none"), TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.parametrize("heads", [8, 64])

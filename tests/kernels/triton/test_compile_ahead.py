@@ -68,5 +68,5 @@ def test_matrix_products_run_on_the_warp_group_unit_and_are_not_serialised(compi
     for r in compiled:
         if r["geometry"] == "published" and r["kernel"] not in ("register_kernel", "row_kernel"):
             assert r["HGMMA"] > 0, r
-            # a serialised kernel has an arrive and a wait around every single HGMMA
-            assert 2 * r["WARPGROUP"] < r["HGMMA"], r
+            # a serialised kernel has an arrive and a wait around every single HGMMA, a pipelined one around a product of several
+            assert r["WARPGROUP"] < r["HGMMA"], r

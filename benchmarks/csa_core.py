@@ -44,12 +44,14 @@ SHAPES = [  # tokens, heads, top-k
 ]
 SMALL_SHAPES = [(4_096, 16, 128), (16_384, 16, 128), (4_096, 8, 64), (16_384, 8, 64)]  # tokens, heads, head dim; FlashMLA refuses these
 AUTOGRAD_UP_TO = 4_096
-AGREEMENT = 2e-2  # relative: largest difference of out, and of the mean KL, between two paths of one step
+AGREEMENT = 5e-2  # relative, of out and of the mean KL; plain PyTorch rounds its index scores to bf16 and so chooses some other entries
 
 
 def layer(tokens: int, heads: int, dim: int, topk: int, indexer: tuple[int, int] = (64, 128)) -> Inputs:
-    """Random inputs of one document."""
-    return random_inputs([tokens], tokens, heads, dim, indexer, topk, 128, 4, torch.bfloat16, "cuda", 0)
+    """Random inputs of one document. The index weights are bf16 numbers: the peers take them so, and would choose other entries otherwise."""
+    x = random_inputs([tokens], tokens, heads, dim, indexer, topk, 128, 4, torch.bfloat16, "cuda", 0)
+    x.index_w = x.index_w.bfloat16().float()
+    return x
 
 
 class OurStep:

@@ -160,7 +160,10 @@ def test_a_multirun_gives_every_combination_a_run_of_its_own_and_fails_if_one_fa
     found = [summary(sweep / name) for name in sorted(names)]
     assert [(f["arm"], f["seed"]) for f in found] == [("full_csa", 1), ("full_csa", 2), ("compressed_only", 1), ("compressed_only", 2)]
     assert found[0]["initial_weights_sha256"] == found[2]["initial_weights_sha256"] != found[1]["initial_weights_sha256"]
-    assert len({(sweep / name / "wandb_run_id.txt").read_text() for name in names}) == 4
+    identities = {name: (sweep / name / "wandb_run_id.txt").read_text().strip() for name in names}
+    assert len(set(identities.values())) == 4
+    for name, identity in identities.items():
+        assert [p.name[-8:] for p in (sweep / name / "wandb").glob("offline-run-*")] == [identity]
     assert "run_dir" in fails(capfd, "-m", *TINY, "seed=1,2", "run_dir=one")
     assert not (workplace / "one").exists()
 

@@ -7,9 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+from csa_model.decoder import Decoder
 from csa_model.run_dir import plain
+from kernels import get_backend
 from tests.entry.helpers import CONFIGS, checked, load
 
 OPTIONS = sorted(
@@ -66,7 +69,7 @@ def test_command_line_wins_over_an_experiment_and_over_a_debug_preset() -> None:
 
 
 def test_sizes_are_those_of_the_published_proportions() -> None:
-    """hidden size, heads x head dim, low ranks and ratios of semantics 9: c_I = c / 4, r = c / 8, q rank = d / 4 in small and small_flash."""
+    """hidden size, heads x head dim, low ranks and ratios of the released models: c_I = c / 4, r = c / 8, q rank = d / 4 in small and small_flash."""
     for name in ("small", "small_flash"):
         model = load(f"model={name}").model
         assert model.q_lora_rank * 4 == model.hidden_size
@@ -77,6 +80,17 @@ def test_sizes_are_those_of_the_published_proportions() -> None:
         assert (model.num_attention_heads, model.head_dim) == (64, 512)
         assert model.compress_ratios[:3] == (0, 0, 4)
         assert model.compress_ratios[-2:] == (4, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    # counted independently by formula and with the public transformers class, at these vocabularies and with the MTP block
+    [("nano", 1_212_522), ("small", 82_822_298), ("small_flash", 89_997_518), ("base", 1_048_658_302)],
+)
+def test_models_have_the_published_number_of_parameters(name: str, parameters: int) -> None:
+    with torch.device("meta"):
+        decoder = Decoder(load(f"model={name}").model, get_backend("unfused"))
+    assert sum(p.numel() for p in decoder.parameters()) == parameters
 
 
 def test_paths_in_the_group_files_stay_relative() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -68,7 +69,7 @@ class RunDirectory:
             number = 1 + len(list(self.path.glob("config.before_resume_*.yaml")))
             self.config_file.rename(self.path / f"config.before_resume_{number}.yaml")
         self.config_file.write_text(yaml.safe_dump(plain(config), sort_keys=False))
-        self.overrides_file.write_text("".join(f"{line}\n" for line in overrides))
+        self.overrides_file.write_text("".join(f"{_from_anywhere(line)}\n" for line in overrides))
         write_json(self.path / "git.json", git_state())
         write_json(self.path / "environment.json", {**environment(), "backend": dict(backend)})
         write_json(self.path / "corpus.json", dict(corpus))
@@ -121,6 +122,15 @@ def _make_new(base: Path) -> Path:
             number += 1
         else:
             return path
+
+
+def _from_anywhere(override: str) -> str:
+    """A relative data.path made absolute: a resume from another working directory repeats the overrides of its run."""
+    key, _, value = override.partition("=")
+    if key.lstrip("+") != "data.path" or not Path(value).exists():
+        return override
+    absolute = str(Path(value).resolve())
+    return f"{key}={absolute}" if re.fullmatch(r"[\w./+-]+", absolute) else override  # else it would need Hydra's quotes
 
 
 def remove_empty(folder: Path) -> None:

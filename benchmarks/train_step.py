@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole training steps of one decoder: tokens per second and peak memory, and where the time goes.
+
+    python -m benchmarks.train_step                        # model=small, 2k .. 64k tokens, every path; needs an NVIDIA GPU
+    python -m benchmarks.train_step --model base --tokens 4096 16384 --paths triton
+    python -m benchmarks.train_step --device cpu --model nano --tokens 256 --paths unfused dense    # tries the command out, writes nothing
+
+Paths: `unfused` and `triton` are the backends; `dense` is the dense-attention twin: the same decoder without compressors and indexers, whose every
+attention layer is PyTorch's scaled_dot_product_attention over all tokens. One step: forward, losses, backward, optimizer; one document per row,
+random tokens, bf16 autocast on a GPU. Each point runs in a process of its own, so that memory is its own. Writes
+benchmarks/results/train_step_<model>_<card>.json and .png with the crossover; short lengths where sparse attention loses are shown as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks import RESULTS, provenance
+from kernels import Backend, Geometry, PackedLayout
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+LENGTHS = (2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
+PATHS = ("unfused", "triton", "dense")
+# What a kernel's name says about the part of the step it belongs to; the first match counts.
+PARTS = {
+    "index scores and top-k": ("scores_kernel", "register_kernel", "long_row_kernel"),
+    "indexer loss": ("loss_kernel", "teacher_kernel", "head_sum_kernel", "gradient_kernel"),
+    "attention": ("forward_kernel", "backward_kernel", "prepare_kernel", "plan_kernel", "dense_mask", "fmha", "flash", "sdpa", "attention"),
+    "matrix products": ("gemm", "cutlass", "nvjet", "matmul", "cublas", "xmma"),
+    "optimizer": ("multi_tensor", "foreach", "adam"),
+    "reductions": ("reduce", "softmax", "norm", "logsumexp"),
+    "sort, scatter, gather": ("sort", "scatter", "gather", "index", "embedding"),
+    "copies and casts": ("copy", "memcpy", "memset", "cat"),
+}
+
+
+class DenseTwin(Backend):
+    """Attention over all earlier tokens of one document through scaled_dot_product_attention; no sink, no compressed entries."""
+
+    name = "dense"
+
+    def require(self, geometry: Geometry) -> None:
+        """Any geometry of window-only layers."""
+        if any(geometry.ratios):
+            raise ValueError(f"the dense twin has no compressed layers, got ratios {geometry.ratios}")
+
+    def describe(self) -> dict[str, str]:
+        return {"attend": f"scaled_dot_product_attention, PyTorch {torch.__version__}"}
+
+    def select(self, *arguments: Any, **named: Any) -> Tensor:
+        raise NotImplementedError("the dense twin selects nothing")
+
+    def indexer_loss(self, *arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("the dense twin has no indexer")
+
+    def attend(
+        self, q: Tensor, window_kv: Tensor, compressed_kv: Any, selected: Any, sink: Tensor, layout: PackedLayout, *rest: Any
+    ) -> tuple[Tensor, Tensor]:
+        """`q` [T, H, D] against the one key-value head `window_kv` [T, D]; the layout must be one document without padding."""
+        if layout.lengths != (layout.num_tokens,):
+            raise ValueError("the dense twin takes one document per row")
+        tokens, heads, dim = q.shape
+        kv = window_kv.to(q.dtype)[None, None].expand(1, heads, tokens, dim)
+        out = torch.nn.functional.scaled_dot_product_attention(q.transpose(0, 1)[None], kv, kv, is_causal=True, scale=rest[2])
+        # the sinks stay parameters of the twin: without a gradient the optimizer would miss them
+        return out[0].transpose(0, 1) + 0 * sink.sum().to(out.dtype), q.new_zeros(tokens, heads, dtype=torch.float32)
+
+
+def load_config(model: str, path: str, tokens: int, device: str) -> Any:
+    """The typed configuration of a path."""
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+
+    from csa_model.config import from_mapping
+
+    gpu = device == "cuda"
+    overrides = [
+        f"model={model}",
+        f"backend={'unfused' if path == 'dense' else path}",
+        f"trainer={'gpu' if gpu else 'cpu'}",
+        f"data.sequence_length={tokens}",
+        f"data.tokens_per_batch={tokens}",
+    ]
+    if path == "dense":
+        overrides += ["teacher=none"]
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS.resolve())):
+        composed = OmegaConf.to_container(compose("train", overrides=overrides), resolve=True, throw_on_missing=True)
+    config = from_mapping(composed)  # type: ignore[arg-type]
+    if path == "dense":
+        flat = dataclasses.replace(config.model, compress_ratios=(0,) * len(config.model.compress_ratios))
+        config = dataclasses.replace(config, model=flat)
+    return config
+
+
+def build_step(model: str, path: str, tokens: int, device: str) -> Callable[[], Tensor]:
+    """A function that does one training step and returns the loss."""
+    from csa_model.data.packing import pack
+    from csa_model.decoder import AttentionMode, Decoder
+    from csa_model.losses import total_loss
+    from csa_model.optimizers import build_optimizer
+    from kernels import get_backend
+
+    config = load_config(model, path, tokens, device)
+    torch.manual_seed(0)
+    gpu = device == "cuda"
+    dtype = torch.bfloat16 if gpu else torch.float32
+    mode = AttentionMode.from_config(config.stage, config.teacher.name)
+    backend = DenseTwin() if path == "dense" else get_backend(path)
+    decoder = Decoder(config.model, backend, device_type=device, dtype=dtype, mode=mode).to(device)
+    optimizer = build_optimizer(decoder, config.optimizer)
+    ids = np.random.default_rng(0).integers(0, config.model.vocab_size, tokens)
+    batch = pack([ids], tokens, sorted({r for r in config.model.compress_ratios if r})).to(device)
+
+    def step() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=gpu):
+            output = decoder(batch.tokens, batch.layout, mode, next_tokens=batch.targets if config.model.mtp.enabled else None)
+            terms = total_loss(output, batch, decoder, config)
+        terms.total.backward()
+        optimizer.step()
+        return terms.total.detach()
+
+    return step
+
+
+def time_step(step: Callable[[], Tensor], device: str, repeats: int) -> list[float]:
+    """Seconds of each of `repeats` steps after two to warm up."""
+    for _ in range(2):
+        step()
+    seconds = []
+    for _ in range(repeats):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def profile_step(step: Callable[[], Tensor]) -> dict[str, Any]:
+    """Milliseconds on the GPU of one step by part, the longest kernels, and how much of the wall time the GPU was busy."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    wall = time.perf_counter() - began
+    parts: dict[str, float] = {}
+    kernels = []
+    for event in profiler.key_averages():
+        milliseconds = event.self_device_time_total / 1e3
+        if milliseconds <= 0:
+            continue
+        name = event.key.lower()
+        part = next((part for part, words in PARTS.items() if any(word in name for word in words)), "other elementwise")
+        parts[part] = parts.get(part, 0.0) + milliseconds
+        kernels.append({"kernel": event.key[:120], "calls": event.count, "ms": round(milliseconds, 3)})
+    kernels.sort(key=lambda kernel: -kernel["ms"])
+    ordered = dict(sorted(parts.items(), key=lambda part: -part[1]))
+    return {"parts_ms": ordered, "longest": kernels[:25], "gpu_ms": sum(parts.values()), "wall_ms_with_profiler": wall * 1e3}
+
+
+def measure_point(model: str, path: str, tokens: int, device: str, repeats: int, with_profile: bool) -> dict[str, Any]:
+    """One point of the table; an out-of-memory error is a result too."""
+    record: dict[str, Any] = {"path": path, "tokens": tokens}
+    try:
+        step = build_step(model, path, tokens, device)
+        record["loss"] = step().item()
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        seconds = time_step(step, device, repeats)
+        record |= {"step_ms": median(seconds) * 1e3, "tokens_per_second": tokens / median(seconds), "slowest_ms": max(seconds) * 1e3}
+        if device == "cuda":
+            record["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            if with_profile:
+                record["profile"] = profile_step(step)
+                record["gpu_busy"] = record["profile"]["gpu_ms"] / record["step_ms"]
+    except torch.OutOfMemoryError as error:
+        record["failed"] = f"out of memory: {str(error).splitlines()[0][:160]}"
+    return record
+
+
+def crossover(records: list[dict[str, Any]], path: str) -> int | None:
+    """Shortest measured length from which on `path` is faster than the dense twin at every longer one; None if there is none."""
+    speed = {(r["path"], r["tokens"]): r.get("tokens_per_second", 0.0) for r in records}
+    lengths = sorted({t for p, t in speed if p == path and ("dense", t) in speed}, reverse=True)
+    best = None
+    for tokens in lengths:
+        if speed[path, tokens] <= speed["dense", tokens]:
+            break
+        best = tokens
+    return best
+
+
+def plot(records: list[dict[str, Any]], title: str, target: Path) -> None:
+    """Tokens per second and peak memory over the length."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2))
+    for path in PATHS:
+        points = sorted((r["tokens"], r["tokens_per_second"], r.get("peak_gib")) for r in records if r["path"] == path and "tokens_per_second" in r)
+        if points:
+            left.plot([p[0] for p in points], [p[1] for p in points], marker="o", label=path)
+            right.plot([p[0] for p in points], [p[2] for p in points], marker="o", label=path)
+    for axis, label in ((left, "tokens per second"), (right, "peak memory (GiB)")):
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xlabel("tokens in the row (one document)")
+        axis.set_ylabel(label)
+        axis.grid(True, alpha=0.3)
+        axis.legend()
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(target, dpi=120)
+    pyplot.close(figure)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="small", help="file of configs/model")
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(LENGTHS))
+    parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--no-profile", action="store_true")
+    parser.add_argument("--point", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("this benchmark needs an NVIDIA GPU; --device cpu tries it out at small lengths")
+        return 2
+    if args.point:
+        path, tokens = args.point.split("@")
+        print(json.dumps(measure_point(args.model, path, int(tokens), args.device, args.repeats, not args.no_profile)))
+        return 0
+    records = []
+    for tokens in args.tokens:
+        for path in args.paths:
+            command = [sys.executable, "-m", "benchmarks.train_step", "--model", args.model, "--device", args.device, "--repeats", str(args.repeats)]
+            command += ["--point", f"{path}@{tokens}"] + (["--no-profile"] if args.no_profile else [])
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                record = {"path": path, "tokens": tokens, "failed": done.stderr.strip().splitlines()[-1][:300] if done.stderr else "no output"}
+            else:
+                record = json.loads(done.stdout.strip().splitlines()[-1])
+            records.append(record)
+            memory = f"{record['peak_gib']:.2f} GiB" if "peak_gib" in record else "N/A"
+            told = record.get("failed") or f"{record['tokens_per_second']:12,.0f} tokens/s  {record['step_ms']:9.1f} ms  peak {memory}"
+            print(f"{args.model} T={tokens:6d} {path:8s} {told}", flush=True)
+            if "profile" in record:
+                print("    " + ", ".join(f"{part} {ms:.1f} ms" for part, ms in record["profile"]["parts_ms"].items()), flush=True)
+    result = provenance() | {"git_sha": os.environ.get("CSA_GIT_SHA") or provenance()["git_sha"], "model": args.model, "points": records}
+    result["crossover_tokens"] = {path: crossover(records, path) for path in args.paths if path != "dense" and "dense" in args.paths}
+    print(f"faster than the dense twin from: {result['crossover_tokens']}")
+    if args.device == "cuda":
+        card = torch.cuda.get_device_name().lower().replace(" ", "_")
+        target = RESULTS / f"train_step_{args.model}_{card}.json"
+        target.write_text(json.dumps(result, indent=1) + "\n")
+        plot(records, f"training step, model={args.model}, {torch.cuda.get_device_name()}", target.with_suffix(".png"))
+        print(f"wrote {target}")
+    return 0 if all("failed" not in r or r["failed"].startswith("out of memory") for r in records) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

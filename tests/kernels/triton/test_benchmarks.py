@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logic of the benchmarks that needs no GPU: the dense twin, the crossover, the agreement of paths."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.train_step import PARTS, DenseTwin, crossover, measure_point
+from kernels import Geometry, PackedLayout
+
+
+def test_dense_twin_is_causal_attention_over_all_tokens_with_one_key_head() -> None:
+    g = torch.Generator().manual_seed(0)
+    q, kv = torch.randn(7, 2, 8, generator=g), torch.randn(7, 8, generator=g)
+    logits = torch.einsum("thd,sd->hts", q, kv) * 0.3
+    causal = torch.ones(7, 7, dtype=torch.bool).tril()
+    expected = torch.einsum("hts,sd->thd", logits.masked_fill(~causal, -torch.inf).softmax(-1), kv)
+    out, lse = DenseTwin().attend(q, kv, None, None, torch.zeros(2), PackedLayout.from_lengths([7]), 0, 4, 0.3)
+    assert torch.allclose(out, expected, atol=1e-6)
+    assert lse.shape == (7, 2)
+    with pytest.raises(ValueError, match="one document"):
+        DenseTwin().attend(q, kv, None, None, torch.zeros(2), PackedLayout.from_lengths([3, 4]), 0, 4, 0.3)
+    with pytest.raises(ValueError, match="no compressed layers"):
+        DenseTwin().require(Geometry(heads=2, head_dim=8, window=4, ratios=(0, 4)))
+
+
+def test_crossover_is_where_sparse_stays_ahead() -> None:
+    speeds = {1024: (5.0, 9.0), 2048: (8.0, 7.0), 4096: (6.0, 6.5), 8192: (6.0, 4.0), 16384: (6.0, 2.0)}
+    records = [{"path": p, "tokens": t, "tokens_per_second": s} for t, pair in speeds.items() for p, s in zip(("triton", "dense"), pair)]
+    assert crossover(records, "triton") == 8192  # at 2,048 it leads too, but not at 4,096
+    assert crossover([r for r in records if r["tokens"] <= 1024], "triton") is None
+
+
+def test_kernel_names_of_the_backend_belong_to_a_part() -> None:
+    names = (
+        "scores_kernel",
+        "register_kernel",
+        "loss_kernel",
+        "teacher_kernel",
+        "hopper_forward_kernel",
+        "hopper_backward_kernel",
+        "backward_kernel",
+    )
+    for name in names:
+        assert any(word in name for words in PARTS.values() for word in words), name
+    first = next(part for part, words in PARTS.items() if any(word in "query_gradient_kernel" for word in words))
+    assert first == "indexer loss"
+
+
+def test_point_trains_on_a_cpu() -> None:
+    record = measure_point("nano", "dense", 64, "cpu", 1, False)
+    assert record["tokens_per_second"] > 0
+    assert record["loss"] == pytest.approx(9.0, abs=1.0)  # ln(1024) and 0.3 of it again for the token after the next

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from csa_model.config import ExperimentConfig, ModelConfig, MoEConfig, MTPConfig
+from csa_model.config import ExperimentConfig, HyperConnectionsConfig, ModelConfig, MoEConfig, MTPConfig, RopeScaling
 from csa_model.decoder import Decoder
 from csa_model.hf import export
 from csa_model.hf.names import from_checkpoint
@@ -51,9 +51,23 @@ class Row:
 
 
 def model_of(kind: str) -> ModelConfig:
-    ratios = KINDS[kind.removesuffix(" + MTP")]
-    moe = MoEConfig(n_routed_experts=5, num_experts_per_tok=2, moe_intermediate_size=16, num_hash_layers=1)  # the class's grouped GEMM wants 16 bytes
-    return tiny_config(num_hidden_layers=len(ratios), compress_ratios=(*ratios, 0), index_n_heads=16, moe=moe, mtp=MTPConfig())
+    """No public value is the class's default, so that none can be forgotten in config.json; SwiGLU clamps at 1, where it matters."""
+    ratios = KINDS[kind]
+    return tiny_config(
+        num_hidden_layers=len(ratios),
+        compress_ratios=(*ratios, 0),
+        index_n_heads=16,
+        rope_theta=5_000.0,
+        compress_rope_theta=90_000.0,
+        rope_scaling=RopeScaling(factor=8.0, original_max_position_embeddings=256, beta_fast=20.0, beta_slow=2.0),
+        rms_norm_eps=1e-5,
+        initializer_range=0.03,
+        hyper_connections=HyperConnectionsConfig(hc_mult=3 if kind == "CSA" else 5 if kind == "HCA" else 4, hc_sinkhorn_iters=7, hc_eps=1e-5),
+        moe=MoEConfig(  # the class's grouped GEMM wants rows of 16 bytes
+            n_routed_experts=5, num_experts_per_tok=2, moe_intermediate_size=16, num_hash_layers=1, routed_scaling_factor=2.0, swiglu_limit=1.0
+        ),
+        mtp=MTPConfig(coefficient=0.2),
+    )
 
 
 def save_checkpoint(decoder: Decoder, path: Path) -> Path:

@@ -186,12 +186,26 @@ def test_foreign_configurations_are_refused(change: dict[str, Any], reason: str)
         model_config(content, has_mtp=True, name="x")
 
 
+def test_no_public_value_of_the_cases_is_the_default_of_the_class() -> None:
+    """A key that config.json forgot would go unnoticed where its value happens to be the default."""
+    from transformers import DeepseekV4Config
+
+    content, default = hf_config(dataclasses.replace(model_of("CSA"), tie_word_embeddings=True), eos=7), DeepseekV4Config().to_dict()
+    fixed = ("scoring_func", "norm_topk_prob", "hidden_act", "num_key_value_heads", "n_shared_experts", "attention_bias", "attention_dropout")
+    fixed += ("model_type", "use_cache", "pad_token_id", "num_nextn_predict_layers", "compress_rates")
+    assert [key for key, value in content.items() if key in default and key not in fixed and default[key] == value] == []
+    assert hf_config(model_of("HCA"), eos=None)["compress_rates"] != default["compress_rates"]
+
+
 def test_released_form_alone_is_enough() -> None:
     """A file as DeepSeek writes it: no layer_types, no compress_rates, no section of ours."""
     config = dataclasses.replace(model_of("mixed"), compress_ratios=(0, 4, 128, 4, 0))
     extra = ("layer_types", "compress_rates", "mlp_layer_types", "csa_lightning")
     content = {k: v for k, v in hf_config(config, eos=1).items() if k not in extra}
-    assert dataclasses.replace(model_config(content, has_mtp=True, name="tiny"), moe=config.moe) == config
+    found = model_config(content, has_mtp=True, name="tiny")
+    assert dataclasses.replace(found, moe=dataclasses.replace(found.moe, dense_intermediate_size=0), mtp=config.mtp) == dataclasses.replace(
+        config, moe=dataclasses.replace(config.moe, dense_intermediate_size=0)
+    )
 
 
 def test_small_hca_ratio_goes_through_the_compress_rates() -> None:

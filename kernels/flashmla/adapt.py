@@ -9,7 +9,9 @@ Legend: R query rows, T tokens, C compressed entries, H heads, D head dim, K slo
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +22,11 @@ from kernels.flashmla.rules import ArchitectureRules
 from kernels.layout import PackedLayout
 
 MOST_IDS = 2**26  # int32 ids alive at once: 256 MiB
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Launches go to the current device, which need not be the one that holds the tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def key_table(window_kv: Tensor, compressed_kv: Tensor | None, columns: int) -> Tensor:

@@ -6,6 +6,7 @@ Legend: R query rows, T tokens, C compressed entries, H heads, D head dim, K slo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 
@@ -61,7 +62,7 @@ class FlashMLABackend(Backend):
         """See `Backend.require`. Loads the packages and probes them: what cannot be honoured or understood is refused here, not in a step."""
         provider = self._provider_or_search if isinstance(self._provider_or_search, Provider) else None
         self._check_machine(geometry.device_type, provider)
-        device = torch.device(geometry.device_type)
+        device = _device_of_this_process(geometry.device_type)
         rules = self._rules(device)
         padded = rules.padded_heads(geometry.heads)
         if geometry.head_dim > rules.head_dim:
@@ -78,7 +79,7 @@ class FlashMLABackend(Backend):
         self._convention(rules, padded, device)
         if isinstance(backward, CudnnBackward) and geometry.needs_grad:
             refuse_deterministic()
-            self._probe_backward(backward, rules, geometry)
+            self._probe_backward(backward, rules, geometry, device)
         self._geometry = geometry
 
     def describe(self) -> dict[str, str]:
@@ -91,8 +92,9 @@ class FlashMLABackend(Backend):
     def _composition(self) -> dict[str, str]:
         parts, provider = self._load(), self._found()
         geometry = self._geometry or Geometry(heads=64, head_dim=512, window=128, topk=512, dtype=torch.bfloat16, device_type=provider.device_type)
-        rules = self._rules(torch.device(geometry.device_type))
-        convention = self._convention(rules, rules.padded_heads(geometry.heads), torch.device(geometry.device_type))
+        device = _device_of_this_process(geometry.device_type)
+        rules = self._rules(device)
+        convention = self._convention(rules, rules.padded_heads(geometry.heads), device)
         status = "" if rules.confirmed else f"; the rules of {rules.name} have never been run"
         passed = f" (passed over: {'; '.join(self._passed_over)})" if self._passed_over else ""
         teacher = "emitted by the attention backward (full_csa over selected entries), else the pair"
@@ -248,12 +250,12 @@ class FlashMLABackend(Backend):
             self._parts = parts
         return self._parts
 
-    def _probe_backward(self, backward: CudnnBackward, rules: ArchitectureRules, geometry: Geometry) -> None:
+    def _probe_backward(self, backward: CudnnBackward, rules: ArchitectureRules, geometry: Geometry, device: torch.device) -> None:
         if rules is not SM90:
             raise BackendUnsupported(f"backend.backward=cudnn is built for SM90, this device is {rules.name}", REMEDY)
-        key = (backward.function, rules.padded_heads(geometry.heads), geometry.device_type)
+        key = (backward.function, rules.padded_heads(geometry.heads), device)
         if key not in _PROBED_BACKWARDS:
-            backward.probe(rules.padded_heads(geometry.heads), torch.device(geometry.device_type), geometry.dtype)
+            backward.probe(rules.padded_heads(geometry.heads), device, geometry.dtype)
             _PROBED_BACKWARDS.add(key)
 
     def _convention(self, rules: ArchitectureRules, padded_heads: int, device: torch.device) -> Convention:
@@ -263,6 +265,14 @@ class FlashMLABackend(Backend):
         if key not in _ANSWERS:
             _ANSWERS[key] = probe(provider, rules, padded_heads, device)
         return _ANSWERS[key]
+
+
+def _device_of_this_process(device_type: str) -> torch.device:
+    """Where the model will be, known before it is there: launchers tell each process its card by LOCAL_RANK."""
+    local = os.environ.get("LOCAL_RANK", "")
+    if device_type != "cuda" or not local.isdigit() or int(local) >= torch.cuda.device_count():
+        return torch.device(device_type)
+    return torch.device("cuda", int(local))
 
 
 def _check_operands(

@@ -118,7 +118,8 @@ class CudnnBackward:
             "topk_length": length,
             "q_causal_offsets": torch.zeros(1, dtype=torch.int32, device=q.device),
         }
-        results = self.function(**{name: given.get(name, EXPLICIT.get(name)) for name in self.names})
+        with adapt.on_device(q.device):
+            results = self.function(**{name: given.get(name, EXPLICIT.get(name)) for name in self.names})
         try:
             dq, dkv, d_sink = results["dq"], results["dkv"], results["d_sink"]
         except (TypeError, KeyError) as error:

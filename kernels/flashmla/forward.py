@@ -46,7 +46,8 @@ def flashmla_forward(
             parts.append((torch.zeros_like(rows), torch.full(rows.shape[:2], -torch.inf, dtype=compute_dtype(q), device=q.device)))
             continue
         ids = adapt.global_ids(first, last, slots, count, selected, layout, ratio, window)
-        out, lse = _one_call(provider, convention, adapt.padded_queries(rows, padded, rules.head_dim), keys, ids, scale, sinks)
+        with adapt.on_device(q.device):
+            out, lse = _one_call(provider, convention, adapt.padded_queries(rows, padded, rules.head_dim), keys, ids, scale, sinks)
         parts.append((out[:, :heads, :dim], lse[:, :heads]))
     if not parts:
         return torch.zeros_like(q), q.new_zeros(q.shape[:2], dtype=compute_dtype(q))

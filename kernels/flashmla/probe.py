@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels.backend import BackendUnsupported
+from kernels.flashmla.adapt import on_device
 from kernels.flashmla.providers import Provider, ProviderRejected, advice
 from kernels.flashmla.rules import OTHER_BACKENDS, ArchitectureRules
 
@@ -65,7 +66,8 @@ class _Question:
 
     def ask(self, q: Tensor, ids: Tensor, scale: float, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         try:
-            out, lse = self.provider(q, self.keys, ids, scale, sink)
+            with on_device(self.device):
+                out, lse = self.provider(q, self.keys, ids, scale, sink)
             # the numbers are looked at on the host: a kernel that fails does so here
             return out.double(), lse.double()
         except ProviderRejected as reason:

@@ -111,8 +111,9 @@ def _(grad_out, grad_kl, index_q, index_k, index_w, selected, scores, q, window_
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:9], *output[:2], *inputs[9:13])
-    ctx.constants = inputs[13:]
+    # kl_value is no operand but a place to write to: under activation checkpointing a saved tensor would be another one, made by the recomputation
+    ctx.save_for_backward(*inputs[:9], *output[:2], *inputs[9:12])
+    ctx.constants = inputs[12:]
 
 
 def _gradients(function: Callable[..., tuple[Tensor, ...]], ctx: Any, grad_out: Tensor, grad_kl: Tensor) -> tuple[Any, ...]:

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.csa_gate_cases import Inputs, random_inputs
 from benchmarks.csa_gate_checks import GRADIENTS, norm_error, poisoned_outputs, reference_once, train_once
@@ -137,6 +140,33 @@ def test_training_form_shows_the_loss_after_the_backward(device: str) -> None:
     assert torch.allclose(stats.kl_sum, plain[2], rtol=1e-5)
     assert plain[2].item() == plain[3].kl_sum.item() > 0
     assert int(stats.rows) == int(plain[3].rows) == 11  # 14 tokens, of which 3 see no entry
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_loss_is_shown_under_checkpointing_and_by_a_second_backward(device: str, counted: bool) -> None:
+    x = layer(device, lengths=(14,))
+    p = x.leaves()
+    operands = (x.selected, p["q"], p["window_kv"], p["compressed_kv"], p["sink"], x.layout, 4, x.window, x.scale)
+    indexer = (p["index_q"], p["index_k"], p["index_w"])
+    backend = get_backend("triton")
+    kept = []
+
+    def block() -> tuple[Tensor, Tensor]:
+        out, _, kl_sum, stats = backend.attend_with_indexer_loss(*indexer, *operands)
+        kept.append(stats)
+        return out, kl_sum
+
+    # a FLOP counter sends the call through the operator, everything else directly
+    with FlopCounterMode(display=False) if counted else contextlib.nullcontext():
+        out, kl_sum = checkpoint(block, use_reentrant=False)
+        (out.sum() + kl_sum).backward(retain_graph=True)
+    expected = backend.indexer_loss(*(t.detach() for t in indexer), *operands[:5], None, *operands[5:])[0]
+    assert torch.allclose(kept[0].kl_sum, expected, rtol=1e-5)
+    first = [t.grad.clone() for t in indexer]
+    if not counted:
+        kl_sum.backward()
+        assert torch.allclose(kept[0].kl_sum, expected, rtol=1e-5)
+        assert all(torch.allclose(t.grad, 2 * g, rtol=1e-5, atol=1e-7) for t, g in zip(indexer, first))
 
 
 def test_language_loss_reaches_no_indexer_parameter(device: str) -> None:

@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from kernels import ALL_VISIBLE, Backend, BackendUnsupported, Geometry, PackedLayout, get_backend
 from kernels.flashmla import FlashMLABackend, adapt
+from kernels.flashmla.backend import _device_of_this_process
 from kernels.flashmla.rules import SM90, SM100, padding_cost, rules_of
 from tests.kernels.cases import Case, make_case
 from tests.kernels.flashmla.stubs import indexer_api, new_api, old_api, stub_provider, unfused_parts
@@ -41,7 +44,11 @@ def disturbed(case: Case, topk: int = 3) -> Tensor:
     generator = torch.Generator().manual_seed(3)
     ids = get_backend("unfused").select(*case.index, case.layout, case.ratio, topk)
     wrong = torch.tensor([-1, -7, case.compressed_kv.shape[0], case.compressed_kv.shape[0] + 5, 2**31 - 1], dtype=torch.int32)
-    padded = torch.cat([ids, wrong.expand(ids.shape[0], -1)], 1)
+    # of another document, or of the future: legal ids that this row may not see
+    unseen = torch.arange(case.layout.num_compressed(case.ratio), dtype=torch.int32).expand(ids.shape[0], -1)
+    start, visible = case.layout.entry_start(case.ratio)[:, None], case.layout.visible_compressed(case.ratio)[:, None]
+    unseen = torch.where((unseen >= start) & (unseen < start + visible), -1, unseen)
+    padded = torch.cat([ids, wrong.expand(ids.shape[0], -1), unseen], 1)
     padded = padded.gather(1, torch.rand(padded.shape, generator=generator).argsort(1))
     padded[-2:] = -1
     return padded
@@ -171,6 +178,34 @@ def test_a_slice_of_the_queries_sees_global_keys() -> None:
         case.q[7:13], case.window_kv, case.compressed_kv, selected[7:13], case.sink, case.layout.query_slice(7, 13), *case.tail[1:]
     )
     torch.testing.assert_close(part[0], whole[0][7:13], rtol=0, atol=1e-14)
+
+
+def test_recomputed_blocks_report_the_same_loss_and_gradients() -> None:
+    """The KL of an emitting backward is written where the first forward said, also if the forward runs twice."""
+    results = []
+    for recompute in (False, True):
+        case = layer().require_grad()
+        selected = disturbed(case)
+
+        def block(*tensors: Tensor, case: Case = case, selected: Tensor = selected) -> Any:
+            return flashmla().attend_with_indexer_loss(*tensors[4:], selected, *tensors[:4], *case.tail)
+
+        run = partial(checkpoint, block, use_reentrant=False) if recompute else block
+        out, _, kl, stats = run(*case.leaves())
+        (out.sum() + kl).backward()
+        results.append([stats.kl_sum, *(leaf.grad for leaf in case.leaves())])
+    assert results[0][0] > 0
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_each_process_of_a_node_probes_its_own_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert _device_of_this_process("cuda") == torch.device("cuda")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert _device_of_this_process("cuda") == torch.device("cuda", 2)
+    assert _device_of_this_process("cpu") == torch.device("cpu")
+    monkeypatch.setenv("LOCAL_RANK", "7")
+    assert _device_of_this_process("cuda") == torch.device("cuda")
 
 
 @pytest.mark.parametrize("heads", [1, 64, 65, 128])

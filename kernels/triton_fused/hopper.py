@@ -12,13 +12,21 @@ from kernels.triton_fused.rows import RowBounds, RowPlan
 HEAD_BLOCK = 64  # rows of the matrix instruction
 HEAD_DIM = 512
 
-try:
+COMPILES_WITH = ((3, 6), (3, 9))  # Triton versions, both included; Gluon is experimental and changes between them
+
+
+def gluon_refusal(triton_version: str) -> str | None:
+    """Why this Triton cannot compile the Gluon kernels, as far as is known."""
+    lowest, highest = (".".join(map(str, v)) for v in COMPILES_WITH)
+    if not COMPILES_WITH[0] <= tuple(int(part) for part in triton_version.split("+")[0].split(".")[:2]) <= COMPILES_WITH[1]:
+        return f"the Gluon kernels are known to compile with Triton {lowest} to {highest}, this is {triton_version}"
+    return None
+
+
+GLUON_REFUSAL = gluon_refusal(triton.__version__)
+if GLUON_REFUSAL is None:
     from kernels.triton_fused.hopper_backward import hopper_backward
     from kernels.triton_fused.hopper_forward import hopper_forward
-
-    GLUON_REFUSAL = None
-except (ImportError, AttributeError) as error:
-    GLUON_REFUSAL = f"the Gluon of Triton {triton.__version__} lacks what they use: {error}"
 
 
 def refusal(heads: int, head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> str | None:

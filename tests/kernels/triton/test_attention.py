@@ -304,3 +304,6 @@ def test_implementation_says_why_the_portable_kernels_run() -> None:
     assert hopper.refusal(64, 512, torch.bfloat16, (8, 0)) is not None
     assert "128 heads" in str(hopper.refusal(32, 512, torch.bfloat16, (9, 0)))
     assert "float32" in str(hopper.refusal(64, 512, torch.float32, (9, 0)))
+    assert hopper.refusal(64, 512, torch.bfloat16, (9, 0)) == hopper.GLUON_REFUSAL
+    assert hopper.gluon_refusal("3.9.1+git1234") is None
+    assert "3.10.0" in str(hopper.gluon_refusal("3.10.0")), "portable kernels instead, and the reason is told"

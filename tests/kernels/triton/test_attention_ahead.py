@@ -28,6 +28,17 @@ compiles = pytest.mark.skipif(INTERPRETED, reason="this process interprets the k
 VERSION = ".".join(triton.__version__.split(".")[:2])
 # Bytes of local memory a thread that a kernel may use, by Triton version and by heads x head dim: what was measured, 0 where nothing stands. A newer
 # version is held to the values of the newest. The 16 x 128 backward is fastest with one warp although it spills.
+NEWEST = {
+    "hopper_forward_kernel 64x512": 16,
+    "hopper_forward_kernel 128x512": 8,
+    "hopper_backward_kernel 64x512": 192,
+    "hopper_backward_kernel 128x512": 192,
+    "forward_kernel 16x128": 360,
+    "forward_kernel 32x512": 136,
+    "backward_kernel 16x128": 224,
+    "backward_kernel 32x512": 80,
+    "dense_backward_kernel 16x128": 16,
+}
 STACK_BYTES = {
     "3.6": {
         "hopper_backward_kernel 64x512": 128,
@@ -36,17 +47,9 @@ STACK_BYTES = {
         "backward_kernel 32x512": 64,
         "dense_backward_kernel 16x128": 48,
     },
-    "3.9": {
-        "hopper_forward_kernel 64x512": 16,
-        "hopper_forward_kernel 128x512": 8,
-        "hopper_backward_kernel 64x512": 192,
-        "hopper_backward_kernel 128x512": 192,
-        "forward_kernel 16x128": 360,
-        "forward_kernel 32x512": 136,
-        "backward_kernel 16x128": 224,
-        "backward_kernel 32x512": 80,
-        "dense_backward_kernel 16x128": 16,
-    },
+    "3.7": NEWEST | {"backward_kernel 16x128": 248, "dense_backward_kernel 8x64": 48, "dense_backward_kernel 16x128": 32},
+    "3.8": NEWEST | {"backward_kernel 16x128": 280, "dense_backward_kernel 8x64": 32, "dense_backward_kernel 16x128": 64},
+    "3.9": NEWEST,
 }
 SHARED_LIMIT = 227 * 1024
 
@@ -61,7 +64,7 @@ def operands(heads: int, dim: int, topk: int | None, rows: int = 3, entries: int
 
 def check(kernels: list[CompiledKernel], name: str, heads: int, dim: int) -> CompiledKernel:
     (kernel,) = [k for k in kernels if k.name == name]
-    limit = STACK_BYTES.get(VERSION, STACK_BYTES[max(STACK_BYTES)]).get(f"{name} {heads}x{dim}", 0)
+    limit = STACK_BYTES.get(VERSION, NEWEST).get(f"{name} {heads}x{dim}", 0)
     assert kernel.shared_bytes <= SHARED_LIMIT
     assert kernel.stack_bytes <= limit, f"{name} {heads}x{dim} of Triton {VERSION}: {kernel.stack_bytes} bytes of local memory a thread"
     return kernel
@@ -75,7 +78,8 @@ def assert_matrix_products_overlap(kernel: CompiledKernel) -> None:
 
 @pytest.fixture
 def pretend_h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert hopper.GLUON_REFUSAL is None
+    if hopper.GLUON_REFUSAL is not None:
+        pytest.skip(hopper.GLUON_REFUSAL)
     for module in (hopper_forward, hopper_backward):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
 

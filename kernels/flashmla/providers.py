@@ -181,5 +181,7 @@ def advice() -> str:
 
 
 def _first_line(error: BaseException) -> str:
+    while error.__cause__ is not None:  # the loader's own words: which symbol or library is missing
+        error = error.__cause__
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__

@@ -87,6 +87,7 @@ def test_an_extension_for_another_torch_is_refused_with_the_version_that_matches
     with pytest.raises(BackendUnsupported) as caught:
         find_provider()
     assert "does not load with torch 2.13.0+cu130" in caught.value.reason
+    assert "flashmla_ops.abi3.so: " in caught.value.reason  # the loader's own words
     assert "sglang-kernel==0.4.7" in caught.value.remedy
 
 

@@ -50,7 +50,7 @@ def compiled() -> list[dict[str, Any]]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_every_kernel_compiles_for_every_geometry(compiled: list[dict[str, Any]]) -> None:
     for geometry in ("published", "largest"):
         assert {r["kernel"] for r in compiled if r["geometry"] == geometry} == KERNELS

@@ -16,7 +16,7 @@ from tests.kernels.triton.conftest import HAS_TRITON, INTERPRETED
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the compiled kernels")
 @pytest.mark.skipif(INTERPRETED, reason="this process runs them")

@@ -7,6 +7,9 @@ import os
 import sys
 from pathlib import Path
 
+import csa_model  # noqa: F401  # before torch: it sets how OpenMP threads wait
+
+# isort: split
 import hydra
 import lightning as L
 import torch

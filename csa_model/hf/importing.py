@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Hugging Face directory turned into a checkpoint that `init_from`, `csa_model.hf export` and `eval.evaluate` take."""
+"""A Hugging Face directory turned into a checkpoint that `init_from` and `csa_model.hf export` take. Such a checkpoint knows no data."""
 
 from __future__ import annotations
 

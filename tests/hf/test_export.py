@@ -11,11 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from csa_model.config import ConfigError, HyperConnectionsConfig, ModelConfig, MoEConfig, MTPConfig
+from csa_model.config import ConfigError, HyperConnectionsConfig, ModelConfig, MoEConfig, MTPConfig, RecallConfig
+from csa_model.data.recall import RecallTokenizer
 from csa_model.data.tokenizers import BPETokenizer, BytesTokenizer
 from csa_model.hf import export, hf_config, import_directory, model_config, read_directory
 from csa_model.hf.__main__ import main
 from csa_model.hf.check import compare_with_class
+from csa_model.hf.tokenizer_files import tokenizer_files
+from csa_model.lit_module import load_initial_weights
+from tests.entry.helpers import TINY, run, write_text
 from tests.hf.parity import model_of, save_checkpoint
 from tests.model.helpers import build, logits_of, plain_config, random_tokens, tiny_config
 
@@ -239,11 +243,52 @@ def test_bytes_tokenizer_has_a_form_that_transformers_reads(tmp_path: Path) -> N
     assert theirs.eos_token_id == 256
 
 
+def test_symbols_of_the_recall_task_have_a_form_that_transformers_reads(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    ours = RecallTokenizer(RecallConfig(key_space=4, value_space=4))
+    for name, content in tokenizer_files(ours, dataclasses.replace(model_of("window"), vocab_size=64)).items():
+        (tmp_path / name).write_text(content)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    text = "f3 k1 v2 f31 k3 v0 ."
+    assert theirs(text)["input_ids"] == ours.encode(text)
+    assert theirs.decode(ours.encode(text)) == text
+    assert theirs.eos_token_id == ours.eos == 0
+
+
 def test_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
     BPETokenizer.train(TEXTS, 300).save(tmp_path / "tok.json")
     path = save_checkpoint(build(model_of("window")), tmp_path / "a.ckpt")
     with pytest.raises(ConfigError, match=r"ids, more than model\.vocab_size=61"):
         export(path, tmp_path / "hf", tokenizer=str(tmp_path / "tok.json"))
+
+
+def test_tokenizer_of_a_run_is_made_again_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without --tokenizer it comes from the run's data; a corpus that has changed since is noticed, and nothing is written."""
+    write_text(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    run(*TINY, "run_dir=out", "model.vocab_size=300", "data.tokenizer.name=bpe", "data.tokenizer.vocab_size=280")
+    export("out", "hf")
+    ours = next((tmp_path / "data_cache").glob("*/tokenizer.json"))
+    assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == ours.read_bytes()
+    for file in (tmp_path / "text").iterdir():
+        file.write_text(f"{file.name}: other words altogether, zebras and quaggas " * 20)
+    with pytest.raises(ConfigError, match=r"the corpus has changed.*--tokenizer FILE"):
+        export("out", "second")
+    assert not (tmp_path / "second").exists()
+    (tmp_path / "text").rename(tmp_path / "gone")
+    with pytest.raises(ConfigError, match="cannot be made again"):
+        export("out", "second")
+    export("out", "second", tokenizer="hf/tokenizer.json")
+    assert (tmp_path / "second" / "tokenizer.json").read_bytes() == ours.read_bytes()
+
+
+def test_imported_checkpoint_starts_a_run(exported: tuple[Path, Path], tmp_path: Path) -> None:
+    found = import_directory(exported[1], tmp_path / "b.ckpt")
+    decoder = build(found.model, seed=77)
+    load_initial_weights(decoder, tmp_path / "b.ckpt")
+    assert all(torch.equal(value, found.weights[name]) for name, value in decoder.state_dict().items())
 
 
 def test_nothing_is_overwritten(exported: tuple[Path, Path], tmp_path: Path) -> None:

@@ -193,6 +193,7 @@ def test_recomputed_blocks_report_the_same_loss_and_gradients() -> None:
         run = partial(checkpoint, block, use_reentrant=False) if recompute else block
         out, _, kl, stats = run(*case.leaves())
         (out.sum() + kl).backward()
+        assert kl.item() == 0  # the value stands in stats
         results.append([stats.kl_sum, *(leaf.grad for leaf in case.leaves())])
     assert results[0][0] > 0
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -231,6 +232,7 @@ def test_rules_are_data_and_other_architectures_are_refused() -> None:
 
 
 def test_what_padding_costs_is_told() -> None:
+    assert adapt.padded_sink(torch.ones(3), 5).tolist() == [1, 1, 1, -torch.inf, -torch.inf]
     assert padding_cost(SM90, 64, 512, 640) == "none"
     assert padding_cost(SM90, 8, 64, 640) == "8 of 64 heads useful, 64 of 512 columns useful: 1.6 % of the products"
 

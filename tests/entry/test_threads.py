@@ -23,7 +23,7 @@ importlib.import_module(sys.argv[1])
 """
 
 
-@pytest.mark.parametrize("given, expected", [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+@pytest.mark.parametrize(("given", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
 @pytest.mark.parametrize("entry", ["train", "eval.evaluate", "csa_model.hf.__main__"])
 def test_openmp_threads_sleep_while_they_wait(entry: str, given: str | None, expected: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | ({"OMP_WAIT_POLICY": given} if given else {})

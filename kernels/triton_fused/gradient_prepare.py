@@ -43,8 +43,9 @@ def prepare_kernel(
     d_sink = tl.zeros([BLOCK_H], tl.float32)
     for i in range(ROWS):
         row = block.to(tl.int64) * ROWS + i
-        inside = (head < H) & (row < rows)
-        here = real & (row < rows)
+        # a vector: the interpreter of Triton 3.9 makes no mask of a vector and a scalar
+        inside = (head < H) & (row + tl.zeros([BLOCK_H], tl.int64) < rows)
+        here = real & inside[:, None]
         offset = row * (H * D) + head[:, None] * D + dim[None, :]
         out = tl.load(OUT + offset, mask=here, other=0.0).to(tl.float32)
         grad = tl.load(GRAD_OUT + offset, mask=here, other=0.0).to(tl.float32)

@@ -17,6 +17,8 @@ from csa_model.run_dir import plain
 
 ARCHITECTURE, MODEL_TYPE = "DeepseekV4ForCausalLM", "deepseek_v4"
 OWN_ARCHITECTURE, OWN_MODEL_TYPE = "CSADecoder", "csa_lightning"
+# Whose form this is. Without it AutoTokenizer takes a large vocabulary for an old Mistral one and advises to change how it splits.
+FORM_OF = "5.17.0"
 WINDOW, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 RELEASED_HCA_RATIO = 128
 OWN_SECTION = "csa_lightning"
@@ -86,6 +88,7 @@ def hf_config(model: ModelConfig, eos: int | None) -> dict[str, Any]:
         "architectures": [ARCHITECTURE],
         "model_type": MODEL_TYPE,
         "dtype": "float32",
+        "transformers_version": FORM_OF,
         **{name: getattr(model, name) for name in SAME_NAME},
         **{name: getattr(model.hyper_connections, name) for name in HYPER_CONNECTIONS},
         **{name: getattr(model.moe, name) for name in MOE},

@@ -4,6 +4,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from csa_model.config import DEEPSEEK_V4_VOCAB, ConfigError, DataConfig, Tokeniz
 from csa_model.config_checks import check
 from csa_model.data.corpus import build_corpus
 from csa_model.data.tokenizers import BPETokenizer, deepseek_v4_tokenizer
+from csa_model.hf import hf_config
 from csa_model.hf.export import eos_of
 from csa_model.hf.tokenizer_files import tokenizer_files
 from tests.hf.parity import model_of
@@ -59,8 +61,22 @@ def test_corpus_is_tokenised_cached_and_opened_again(tmp_path: Path) -> None:
 
 
 @needs_package
-def test_export_names_the_end_of_a_document(tokenizer: BPETokenizer) -> None:
-    files = tokenizer_files(tokenizer, dataclasses.replace(model_of("window"), vocab_size=DEEPSEEK_V4_VOCAB))
+def test_transformers_reads_the_same_ids_without_a_warning(
+    tokenizer: BPETokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers takes vocabularies beyond 100,000 for old Mistral ones and advises to change how they split, unless config.json says 5.x."""
+    from transformers import AutoTokenizer
+
+    model = dataclasses.replace(model_of("window"), vocab_size=DEEPSEEK_V4_VOCAB)
+    files = {"config.json": json.dumps(hf_config(model, tokenizer.eos)), **tokenizer_files(tokenizer, model)}
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert not caplog.records
+    text = TEXT.replace(tokenizer.eos_token, "")
+    assert theirs(text)["input_ids"] == tokenizer.encode(text)
+    assert len(theirs) == DEEPSEEK_V4_VOCAB
     assert json.loads(files["tokenizer_config.json"])["eos_token"] == tokenizer.eos_token
     assert eos_of(files) == 1
 

@@ -196,7 +196,7 @@ def test_no_public_value_of_the_cases_is_the_default_of_the_class() -> None:
 
     content, default = hf_config(dataclasses.replace(model_of("CSA"), tie_word_embeddings=True), eos=7), DeepseekV4Config().to_dict()
     fixed = ("scoring_func", "norm_topk_prob", "hidden_act", "num_key_value_heads", "n_shared_experts", "attention_bias", "attention_dropout")
-    fixed += ("model_type", "use_cache", "pad_token_id", "num_nextn_predict_layers", "compress_rates")
+    fixed += ("model_type", "transformers_version", "use_cache", "pad_token_id", "num_nextn_predict_layers", "compress_rates")
     assert [key for key, value in content.items() if key in default and key not in fixed and default[key] == value] == []
     assert hf_config(model_of("HCA"), eos=None)["compress_rates"] != default["compress_rates"]
 

@@ -108,11 +108,20 @@ def test_window_only_and_hca_layers(window: int) -> None:
     assert_equal(step(flashmla(), case, ALL_VISIBLE), step(get_backend("unfused"), case, ALL_VISIBLE))
 
 
-def test_a_loss_over_another_support_than_the_attention() -> None:
+def test_a_loss_over_another_support_asks_flashmla_for_its_lse() -> None:
+    asked = []
+    stub = new_api()
+
+    def flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None):
+        asked.append(q.shape[0])
+        return stub(q, kv, indices, sm_scale, d_v, attn_sink)
+
     case = layer().require_grad()
+    backend = FlashMLABackend(provider=stub_provider(flash_mla_sparse_fwd), parts=unfused_parts(), capability=(9, 0))
     wanted = get_backend("unfused").indexer_loss(*case.index, ALL_VISIBLE, *case.attention, None, *case.tail)[0]
-    got = flashmla().indexer_loss(*case.index, ALL_VISIBLE, *case.attention, None, *case.tail)[0]
+    got = backend.indexer_loss(*case.index, ALL_VISIBLE, *case.attention, None, *case.tail)[0]
     assert got.item() == pytest.approx(wanted.item(), rel=1e-10)
+    assert asked[-1] == case.layout.num_rows
 
 
 def test_rows_without_any_key_give_nothing_and_infinite_sinks_are_legal() -> None:

@@ -150,7 +150,11 @@ GOOD = DataConfig(name="text_files", path="x")
     [
         (lambda c: replace(c, sequence_length=0), 1024, "data.sequence_length=0 is not legal; legal: >= 1"),
         (lambda c: replace(c, tokens_per_batch=0), 1024, "data.tokens_per_batch=0"),
-        (lambda c: replace(c, sequence_length=4096), 1024, f"data.sequence_length=4096 does not fit a row; legal: at most data.tokens_per_batch={GOOD.tokens_per_batch}"),
+        (
+            lambda c: replace(c, sequence_length=4096),
+            1024,
+            f"data.sequence_length=4096 does not fit a row; legal: at most data.tokens_per_batch={GOOD.tokens_per_batch}",
+        ),
         (lambda c: replace(c, validation_batches=0), 1024, "data.validation_batches=0"),
         (lambda c: replace(c, num_workers=-1), 1024, "data.num_workers=-1"),
         (lambda c: replace(c, validation_fraction=0.0), 1024, "data.validation_fraction=0.0"),

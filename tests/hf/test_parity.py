@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,6 +34,16 @@ def test_logits_and_every_gradient_equal_those_of_transformers(kind: str, length
 @pytest.mark.parametrize("length", LENGTHS)
 def test_mtp_block_equals_one_of_the_class(length: int) -> None:
     demand(compare_mtp(length))
+
+
+def test_committed_table_holds_every_case_within_the_bounds() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "parity.md").read_text()
+    sections = text.split("\n## transformers ")[1:]
+    assert "5.17.0" in {part.split(",")[0] for part in sections}
+    for part in sections:
+        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if line.startswith("| ")][1:]
+        assert [(row[0], int(row[1])) for row in rows] == [(kind, length) for kind in [*KINDS, "mixed + MTP"] for length in LENGTHS]
+        assert all(float(row[4]) <= LOGIT_BOUND and float(row[5]) <= GRADIENT_BOUND for row in rows)
 
 
 def test_the_cases_exercise_what_they_claim() -> None:

@@ -85,6 +85,12 @@ def test_transformers_loads_every_tensor(tied: bool, mtp: bool, tmp_path: Path) 
     assert read_directory(tmp_path / "hf").model == config
 
 
+def test_check_takes_widths_that_the_grouped_product_of_the_class_refuses(tmp_path: Path) -> None:
+    config = model_of("window")
+    path = save_checkpoint(build(dataclasses.replace(config, moe=dataclasses.replace(config.moe, moe_intermediate_size=14))), tmp_path / "a.ckpt")
+    assert "loads every tensor" in compare_with_class(path, export(path, tmp_path / "hf", with_tokenizer=False).out)
+
+
 def test_check_notices_a_wrong_and_a_missing_tensor(exported: tuple[Path, Path]) -> None:
     from safetensors.torch import load_file, save_file
 

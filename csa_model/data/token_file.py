@@ -224,8 +224,8 @@ def _read_sidecar(path: Path) -> SideCar:
         if not isinstance(entries.get(key, ""), str):
             raise ConfigError(f"{where}: {key}={entries[key]!r} must be a string")
     for key in ("tokens", "vocab", "eos", "train_documents"):
-        value = entries.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        value = entries.get(key, 0)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ConfigError(f"{where}: {key}={value!r} must be a whole number >= 0")
     vocab = entries["vocab"]
     _check_dtype(entries["dtype"], vocab, str(where))
@@ -233,8 +233,8 @@ def _read_sidecar(path: Path) -> SideCar:
         raise ConfigError(f"{where}: eos={entries['eos']} is not below vocab={vocab}")
     sizes = entries.get("token_bytes")
     if sizes is not None:
-        if not isinstance(sizes, list) or len(sizes) != vocab or not all(isinstance(s, int) and s >= 0 for s in sizes):
-            raise ConfigError(f"{where}: token_bytes must be a list of {vocab} whole numbers >= 0, one per id")
+        if not isinstance(sizes, list) or len(sizes) != vocab or not all(isinstance(s, int) and 0 <= s < 1 << 31 for s in sizes):
+            raise ConfigError(f"{where}: token_bytes must be a list of {vocab} whole numbers >= 0 and < 2**31, one per id")
         sizes = np.array(sizes, dtype=np.int32)
     return SideCar(**{**{k: v for k, v in entries.items() if k != "format"}, "token_bytes": sizes})
 

@@ -101,6 +101,7 @@ def test_a_changed_token_is_noticed(tmp_path: Path) -> None:
         ({"tokens": 12}, "promises 12 tokens"),
         ({"format": "other"}, "is not of the format 'csa-tokens-1'"),
         ({"token_bytes": [1, 2]}, "token_bytes must be a list of 300"),
+        ({"token_bytes": [1 << 31] * 300}, "token_bytes must be a list of 300"),
         ({"sha256": 5}, "sha256=5 must be a string"),
         ({"vocabulary": 3}, "unknown keys vocabulary"),
     ],
@@ -113,6 +114,15 @@ def test_a_bad_side_car_is_refused_by_name(tmp_path: Path, entries: dict[str, An
         open_token_file(path)
     assert message in str(error.value)
     assert "tokens.bin" in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["tokens", "vocab", "eos", "train_documents"])
+def test_a_number_of_the_side_car_may_not_be_null(tmp_path: Path, key: str) -> None:
+    path = tmp_path / "tokens.bin"
+    token_file_of(path, [5, 6])
+    sidecar_path(path).write_text(json.dumps({**json.loads(sidecar_path(path).read_text()), key: None}))
+    with pytest.raises(ConfigError, match=f"tokens.bin.json: {key}=None must be a whole number"):
+        open_token_file(path)
 
 
 def test_a_missing_or_unreadable_side_car_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import platform
 import re
 import subprocess
@@ -79,10 +80,15 @@ class RunDirectory:
 
 
 def refuse(config: ExperimentConfig, resume: Path | None) -> None:
-    """Raise ConfigError where `run_dir` may not be written to. Touches nothing."""
+    """Raise ConfigError where `run_dir` (or `runs_dir`) may not be written to. Touches nothing."""
+    key = "runs_dir" if config.run_dir is None else "run_dir"
+    folder = Path(getattr(config, key)).expanduser().resolve()
+    above = next(p for p in (folder, *folder.parents) if p.exists())
+    if above != folder and not (above.is_dir() and os.access(above, os.W_OK)):
+        raise ConfigError(f"{key}={folder} cannot be made: {above} is {'not writable' if above.is_dir() else 'a file'}; name another folder")
     if config.run_dir is None:
         return
-    run = RunDirectory(Path(config.run_dir).expanduser().resolve())
+    run = RunDirectory(folder)
     if run.path.exists() and not run.path.is_dir():
         raise ConfigError(f"run_dir={config.run_dir} is a file; name a folder")
     inside = resume is not None and run.path in resume.parents
@@ -97,6 +103,14 @@ def refuse(config: ExperimentConfig, resume: Path | None) -> None:
 def open_run(config: ExperimentConfig, resume: Path | None, job_folder: Path | None = None) -> RunDirectory:
     """Make or reopen the folder of this run, with its checkpoints and plots folders. `job_folder` is what a multirun gives its job."""
     refuse(config, resume)
+    try:
+        return _open(config, job_folder)
+    except OSError as error:  # no permission, a full disk, a file in the way
+        key = "runs_dir" if config.run_dir is None else "run_dir"
+        raise ConfigError(f"{key}={getattr(config, key)}: the run folder cannot be made ({error}); name a folder that can be written") from error
+
+
+def _open(config: ExperimentConfig, job_folder: Path | None) -> RunDirectory:
     if config.run_dir is not None:
         path = Path(config.run_dir).expanduser().resolve()
         run = RunDirectory(path, continued=RunDirectory(path).holds_run())

@@ -57,6 +57,20 @@ def test_a_file_and_a_folder_of_something_else_are_refused_untouched(tmp_path: P
     assert [p.name for p in (tmp_path / "thesis").iterdir()] == ["chapter.txt"]
 
 
+@pytest.mark.parametrize("key", ["run_dir", "runs_dir"])
+def test_a_folder_below_a_file_is_refused_before_any_work(tmp_path: Path, key: str) -> None:
+    (tmp_path / "file").write_text("x")
+    config = dataclasses.replace(load(), **{key: str(tmp_path / "file" / "sub" / "run")})
+    with pytest.raises(ConfigError, match=rf"{key}=.*sub/run cannot be made: .*file is a file"):
+        refuse(config, None)
+
+
+def test_a_run_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "csa").write_text("a file where the task's folder should be")
+    with pytest.raises(ConfigError, match=r"runs_dir=.*the run folder cannot be made"):
+        open_run(with_run_dir(None, tmp_path), None)
+
+
 def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "strftime", lambda _: "2026-01-01_00-00-00")
     config = with_run_dir(None, tmp_path)

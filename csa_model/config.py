@@ -302,7 +302,7 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
                 return _convert(value, option, path)
             except ConfigError as error:
                 errors.append(str(error))
-        raise ConfigError(errors[-1] + (" or null" if type(None) in args else ""))
+        raise ConfigError(errors[-1].replace(", got", " or null, got", 1) if type(None) in args else errors[-1])
     if origin is Literal:
         if value not in args:
             raise ConfigError(f"{path}={value!r} is not legal; legal values: {', '.join(map(str, args))}")

@@ -126,7 +126,8 @@ def test_unknown_keys_are_refused_at_any_depth(key: str) -> None:
         (["trainer.precision=16-mixed"], "legal values: 32-true, bf16-mixed"),
         (["optimizer.betas=[0.9]"], "optimizer.betas must have 2 values"),
         (["model.compress_ratios=4"], "model.compress_ratios must be a list"),
-        (["data.path=3", "data=text_files"], "data.path must be a string"),
+        (["data.path=3", "data=text_files"], "data.path must be a string or null, got 3"),
+        (["model.index_topk=many"], "model.index_topk must be a whole number or null, got 'many'"),
     ],
 )
 def test_values_of_the_wrong_type_are_refused(overrides: list[str], message: str) -> None:

@@ -89,9 +89,10 @@ def test_only_answers_count() -> None:
 def test_the_corpus_fills_the_validation_rows_and_has_no_bytes() -> None:
     config = config_of()
     corpus = build_corpus(config, vocab_size=1024, seed=3)
-    rows = list(ValidationRows(corpus.validation, 2048, (4,), config.validation_batches))
+    length = config.tokens_per_batch
+    rows = list(ValidationRows(corpus.validation, length, (4,), config.validation_batches))
     assert len(rows) == config.validation_batches
-    assert {row.layout.num_real_tokens for row in rows} == {2048 // document_length(TASK) * document_length(TASK)}
+    assert {row.layout.num_real_tokens for row in rows} == {length // document_length(TASK) * document_length(TASK)}
     assert corpus.info.bytes is corpus.info.unigram_bits_per_byte is None
     assert corpus.info.unigram_loss == math.log(TASK.value_space)
     assert corpus.info.train_documents == TASK.documents

@@ -22,6 +22,7 @@ from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import CSVLogger, Logger
 
 from csa_model.config import ConfigError, ExperimentConfig, LoggerConfig
+from csa_model.plots import metric_rows
 from csa_model.run_dir import RunDirectory, open_run, plain, refuse
 
 RUN_FOLDER_OF_RANK_ZERO = "CSA_RUN_FOLDER"  # read by the processes that a data-parallel run starts, so that every rank writes to one folder
@@ -41,14 +42,13 @@ class _MetricsWriter(_ExperimentWriter):
         if self._resume_step is None or not file.exists():
             file.unlink(missing_ok=True)
             return
-        with file.open(newline="") as handle:
-            reader = csv.DictReader(handle)
-            self.metrics_keys = list(reader.fieldnames or [])
-            rows = [row for row in reader if int(row["step"]) <= self._resume_step]
-        with file.open("w", newline="") as handle:
+        self.metrics_keys, rows = metric_rows(file)
+        draft = file.with_suffix(".partial")
+        with draft.open("w", newline="") as handle:
             writer = csv.DictWriter(handle, fieldnames=self.metrics_keys)
             writer.writeheader()
-            writer.writerows(rows)
+            writer.writerows(row for row in rows if int(row["step"]) <= self._resume_step)
+        draft.replace(file)
 
     def log_hparams(self, params: Any) -> None:
         """The run folder has config.yaml."""

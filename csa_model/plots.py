@@ -12,18 +12,25 @@ Curves = Mapping[str, tuple[list[int], list[float]]]  # metric -> optimizer step
 BLUE, ORANGE, GREEN, PINK, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#555555"  # Okabe-Ito: told apart by colour-blind eyes
 
 
+def metric_rows(metrics_file: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Columns and rows of a metrics.csv. A row that a killed process or a full disk cut short is left out."""
+    if not metrics_file.exists():
+        return [], []
+    with metrics_file.open(newline="") as handle:
+        lines = handle.readlines()
+    reader = csv.DictReader(line for line in lines if line.endswith("\n"))
+    return list(reader.fieldnames or []), [row for row in reader if None not in row and None not in row.values()]
+
+
 def read_curves(metrics_file: Path) -> Curves:
     """Every metric of a metrics.csv with the steps at which it was logged."""
     curves: dict[str, tuple[list[int], list[float]]] = {}
-    if not metrics_file.exists():
-        return curves
-    with metrics_file.open(newline="") as handle:
-        for row in csv.DictReader(handle):
-            for name, value in row.items():
-                if value not in ("", None) and name not in ("step", "epoch"):
-                    steps, values = curves.setdefault(name, ([], []))
-                    steps.append(int(row["step"]))
-                    values.append(float(value))
+    for row in metric_rows(metrics_file)[1]:
+        for name, value in row.items():
+            if value != "" and name not in ("step", "epoch"):
+                steps, values = curves.setdefault(name, ([], []))
+                steps.append(int(row["step"]))
+                values.append(float(value))
     return curves
 
 
@@ -38,7 +45,7 @@ def plot_run(metrics_file: Path, folder: Path, unigram_nats: float | None, title
     losses = [
         ("train/lm_loss", "training, next token", BLUE, "-"),
         ("val/loss", "validation, next token", ORANGE, "o-"),
-        ("train/mtp_loss", "training, the token after", GREY, ":"),
+        ("train/mtp_loss", "training, the token after the next", GREY, ":"),
     ]
     kl = [
         ("indexer/kl_full_csa", "to the full_csa teacher", BLUE, "o-"),
@@ -73,6 +80,8 @@ def _figure(
     for axis, (name, unit, lines, reference) in zip(axes[0], panels):
         for metric, label, colour, style in lines:
             if metric in curves:
+                if len(curves[metric][0]) == 1:
+                    style = "o"  # a line through one point shows nothing
                 axis.plot(*curves[metric], style, color=colour, label=label, markersize=3.5, linewidth=1.6)
         if reference is not None:
             axis.axhline(reference, color=GREY, linestyle="--", linewidth=1, label="unigram model")

@@ -22,6 +22,7 @@ from csa_model.launch import (
     isolated_job,
     refuse_folder,
 )
+from csa_model.plots import read_curves
 from csa_model.run_dir import RunDirectory
 from tests.entry.helpers import load
 
@@ -51,6 +52,18 @@ def test_a_continued_run_keeps_its_rows_up_to_the_checkpoint_and_drops_later_one
     write(run, None, 1, 2, 3)
     write(run, 2, 3, 4, name="b")
     assert [(row["step"], row["a"], row["b"]) for row in rows(run)] == [("1", "1.0", ""), ("2", "2.0", ""), ("3", "", "3.0"), ("4", "", "4.0")]
+
+
+@pytest.mark.parametrize("torn", ["3", "3.5,", "3.5,0,", "3.5,0,3"])
+def test_a_row_that_a_killed_run_left_half_written_stops_neither_summary_nor_resume(tmp_path: Path, torn: str) -> None:
+    run = RunDirectory(tmp_path)
+    write(run, None, 1, 2)
+    with run.metrics_file.open("a") as handle:
+        handle.write(torn)
+    assert read_curves(run.metrics_file) == {"a": ([1, 2], [1.0, 2.0])}
+    write(run, 2, 3)
+    assert [(row["step"], row["a"]) for row in rows(run)] == [("1", "1.0"), ("2", "2.0"), ("3", "3.0")]
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.csv"]
 
 
 def test_steps_are_optimizer_steps_whatever_lightning_counts(tmp_path: Path) -> None:

@@ -40,6 +40,17 @@ def test_curves_skip_blank_cells_and_plots_follow_what_was_logged(tmp_path: Path
     assert plot_run(tmp_path / "absent.csv", tmp_path, None, "title") == []
 
 
+def test_a_metric_with_one_value_is_drawn_as_a_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    (tmp_path / "metrics.csv").write_text("epoch,step,attn/mass_window\n0,5,0.5\n")
+    plot_run(tmp_path / "metrics.csv", tmp_path, None, "title")
+    (line,) = pyplot.gcf().axes[0].lines
+    monkeypatch.undo()
+    pyplot.close("all")
+    assert line.get_marker() == "o"
+
+
 def test_figures_that_were_not_measured_read_n_a() -> None:
     assert number(None) == number(float("nan")) == "n/a"
     assert number(1234.5678, 1) == "1,234.6"

@@ -18,6 +18,7 @@ from kernels.triton_fused.index_scores import write_scores
 from kernels.triton_fused.rounding import ceil_div, power_of_two
 
 BUFFER_BYTES = 128 << 20  # at 16,384 tokens 7 % faster than half of it
+LARGEST = tl.constexpr(3.4028234663852886e38)  # of fp32
 REGISTER_SPANS = ((1024, 2), (4096, 4), (8192, 8), (16384, 16))  # entries that a row program holds, its warps
 
 
@@ -26,7 +27,10 @@ def take_top(SCORES, IDS, CHOSEN, count, start, K: tl.constexpr, SPAN: tl.conste
     """One row in registers: the K best of `count` > K scores. Bisection between minimum and maximum ends as soon as it parts off exactly K."""
     column = tl.arange(0, SPAN)
     inside = column < count
-    x = tl.load(SCORES + column, mask=inside, other=float("-inf"))
+    score = tl.load(SCORES + column, mask=inside, other=float("-inf"))
+    # nothing lies in the middle of infinities: they count as the largest magnitude, NaN as the largest score, so that every row gives K ids
+    x = tl.where(score < LARGEST, tl.where(score > -LARGEST, score, -LARGEST), LARGEST)
+    x = tl.where(inside, x, float("-inf"))
     low = tl.min(tl.where(inside, x, float("inf")), 0)
     high = tl.max(x, 0)
     at_low = count
@@ -51,7 +55,7 @@ def take_top(SCORES, IDS, CHOSEN, count, start, K: tl.constexpr, SPAN: tl.conste
     chosen = (above > 0) | ((equal > 0) & (equal_so_far <= needed))
     tl.store(IDS + position, column + start, mask=chosen & (position < K))
     if EMIT:
-        tl.store(CHOSEN + position, x, mask=chosen & (position < K))
+        tl.store(CHOSEN + position, score, mask=chosen & (position < K))
 
 
 @triton.jit

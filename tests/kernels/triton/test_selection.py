@@ -86,6 +86,25 @@ def test_rows_beyond_the_registers_choose_like_rows_within(device: str) -> None:
     assert (ids[4] == -7).all()  # a short row belongs to another launch
 
 
+def test_scores_that_are_not_finite_choose_k_ids_and_touch_no_other_row(device: str) -> None:
+    from kernels.triton_fused.selection import register_kernel
+
+    scores = torch.randn(6, 64, generator=torch.Generator().manual_seed(3))
+    scores[0, 5] = scores[2, ::2] = torch.inf
+    scores[1, [3, 9]] = scores[3, ::2] = scores[3, 1::4] = -torch.inf
+    scores[4, 7] = scores[5, :] = torch.nan  # the largest of all, as in torch.topk
+    start, visible = torch.zeros(6, dtype=torch.int32, device=device), torch.full((6,), 60, dtype=torch.int32, device=device)
+    ids = torch.full((10, 20), -7, dtype=torch.int32, device=device)
+    kept = torch.zeros(10, 20, device=device)
+    options = {"K": 20, "BLOCK_K": 32, "SPAN": 64, "SHORT": True, "EMIT": True}
+    register_kernel[(6,)](scores.to(device), ids[2:8], kept[2:8], start, visible, 0, 64, 20, **options)
+    for row in range(6):
+        expected = torch.sort(scores[row, :60], descending=True, stable=True).indices[:20].sort().values
+        assert torch.equal(ids[row + 2].cpu(), expected.int()), row
+        assert torch.equal(kept[row + 2].cpu().nan_to_num(9.0), scores[row, expected].nan_to_num(9.0)), row
+    assert (ids[[0, 1, 8, 9]] == -7).all()
+
+
 def test_no_gradient_and_no_copy_of_the_graph(device: str) -> None:
     layout = PackedLayout.from_lengths([12], device=device)
     q, k, w = (t.requires_grad_() for t in integer_indexer(12, 3, 1, 16, device))

@@ -10,7 +10,7 @@ import enum
 import importlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -74,6 +74,21 @@ class IndexerStats:
     rows: Tensor
 
 
+class RowOperations(Protocol):
+    """What a backend fuses of the work on single rows around the attention; csa_model holds the plain counterparts."""
+
+    streams: tuple[int, ...]  # numbers of residual streams that hyper_maps takes
+
+    def norm_rotate(self, x: Tensor, weight: Tensor | None, eps: float, rotation: Tensor | None = None) -> Tensor:
+        """RMS norm of x [T, D] or [T, H, D], with `weight` [D] or without, then `rotate` by `rotation` if there is one: one rounding for both."""
+
+    def rotate(self, x: Tensor, rotation: Tensor, inverse: bool = False) -> Tensor:
+        """The last r dims of x in interleaved pairs, out of place, by `rotation` complex64 [T, r/2] or its opposite."""
+
+    def hyper_maps(self, mix: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        """read [T, n], write [T, n], comb [T, n, n] (source stream first) of a hyper-connection from mix [T, n (2 + n)], all fp32."""
+
+
 class Backend(ABC):
     """The operations of one CSA layer. Gradients: select none; attend to q, both kv and the sink; indexer_loss to index_* only."""
 
@@ -86,6 +101,10 @@ class Backend(ABC):
     @abstractmethod
     def describe(self) -> dict[str, str]:
         """op -> implementation and version."""
+
+    def row_operations(self) -> RowOperations | None:
+        """Fused forms of the work around the attention, on the device of the last `require`; None: the model's own run."""
+        return None
 
     @abstractmethod
     def select(self, index_q: Tensor, index_k: Tensor, index_w: Tensor, layout: PackedLayout, ratio: int, topk: int) -> Tensor:

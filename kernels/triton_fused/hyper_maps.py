@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The maps of a hyper-connection from the projected streams, in one kernel each way (arXiv 2512.24880; fp32 throughout).
+
+    z     = mix * scale[read | write | comb] + base                       [T, n + n + n * n]
+    read  = sigmoid(z[:n]) + eps          write = 2 sigmoid(z[n : 2n])
+    comb  = softmax over the last index of z[2n:] viewed [n, n], + eps, then alternately divided by (its sum over the first index + eps) and by
+            (its sum over the last + eps): 2 * iterations - 1 times, so the first index (source stream) comes last
+
+The backward repeats the divisions and keeps their totals in registers; from the result and the totals it rebuilds each matrix in between.
+
+Legend: T tokens, n streams.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kernels.triton_fused.ops import on_device_of
+from kernels.triton_fused.rounding import ceil_div
+
+STREAMS: tuple[int, ...] = (1, 2, 4, 8)
+PROGRAMS = 1024  # of the backward: each sums d_scale and d_base over its tokens, one program adds them up
+
+
+@triton.jit
+def _probabilities(z):
+    """Softmax over the last axis of [B, n, n]."""
+    z = tl.exp(z - tl.max(z, 2, keep_dims=True))
+    return z / tl.sum(z, 2, keep_dims=True)
+
+
+@triton.jit
+def _normalised(matrix, eps, STEPS: tl.constexpr):
+    """The matrix after all divisions, and the totals it was divided by, first to last."""
+    total = tl.sum(matrix, 1, keep_dims=True) + eps
+    matrix = matrix / total
+    totals = (total,)
+    for step in tl.static_range(1, STEPS):
+        total = tl.sum(matrix, 1 + step % 2, keep_dims=True) + eps
+        matrix = matrix / total
+        totals = totals + (total,)  # type: ignore[assignment]  # noqa: RUF005 - the kernel language has no unpacking
+    return matrix, totals
+
+
+@triton.jit
+def hyper_maps_kernel(MIX, SCALE, BASE, READ, WRITE, COMB, tokens, eps, N: tl.constexpr, STEPS: tl.constexpr, BLOCK_T: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    stream = tl.arange(0, N)
+    cell = stream[:, None] * N + stream[None, :]
+    one = (token < tokens)[:, None] & (stream >= 0)[None, :]
+    square = (token < tokens)[:, None, None] & (cell >= 0)[None, :, :]
+    at = MIX + token * (N * (2 + N))
+    z = tl.load(at[:, None] + stream[None, :], mask=one, other=0.0) * tl.load(SCALE) + tl.load(BASE + stream)[None, :]
+    tl.store(READ + token[:, None] * N + stream[None, :], tl.sigmoid(z) + eps, mask=one)
+    z = tl.load(at[:, None] + N + stream[None, :], mask=one, other=0.0) * tl.load(SCALE + 1) + tl.load(BASE + N + stream)[None, :]
+    tl.store(WRITE + token[:, None] * N + stream[None, :], 2 * tl.sigmoid(z), mask=one)
+    z = tl.load(at[:, None, None] + 2 * N + cell[None, :, :], mask=square, other=0.0) * tl.load(SCALE + 2) + tl.load(BASE + 2 * N + cell)[None, :, :]
+    comb, _ = _normalised(_probabilities(z) + eps, eps, STEPS)
+    tl.store(COMB + token[:, None, None] * (N * N) + cell[None, :, :], comb, mask=square)
+
+
+@triton.jit
+def hyper_maps_backward_kernel(
+    MIX,
+    SCALE,
+    BASE,
+    D_READ,
+    D_WRITE,
+    D_COMB,
+    D_MIX,
+    PARTIAL,
+    tokens,
+    blocks,
+    eps,
+    N: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """PARTIAL [programs, 2, n (2 + n)]: sums over the tokens of a program of d_z, and of d_z * mix."""
+    R: tl.constexpr = N * (2 + N)
+    stream = tl.arange(0, N)
+    cell = stream[:, None] * N + stream[None, :]
+    read_scale, write_scale, comb_scale = tl.load(SCALE), tl.load(SCALE + 1), tl.load(SCALE + 2)
+    read_base, write_base, comb_base = tl.load(BASE + stream), tl.load(BASE + N + stream), tl.load(BASE + 2 * N + cell)
+    read_sum, read_through = tl.zeros([N], tl.float32), tl.zeros([N], tl.float32)
+    write_sum, write_through = tl.zeros([N], tl.float32), tl.zeros([N], tl.float32)
+    comb_sum, comb_through = tl.zeros([N, N], tl.float32), tl.zeros([N, N], tl.float32)
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        token = block * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
+        one = (token < tokens)[:, None] & (stream >= 0)[None, :]
+        square = (token < tokens)[:, None, None] & (cell >= 0)[None, :, :]
+        offset = token[:, None] * R + stream[None, :]
+
+        mix = tl.load(MIX + offset, mask=one, other=0.0)
+        s = tl.sigmoid(mix * read_scale + read_base[None, :])
+        grad = tl.load(D_READ + token[:, None] * N + stream[None, :], mask=one, other=0.0) * s * (1 - s)
+        tl.store(D_MIX + offset, grad * read_scale, mask=one)
+        read_sum += tl.sum(grad, 0)
+        read_through += tl.sum(grad * mix, 0)
+
+        mix = tl.load(MIX + offset + N, mask=one, other=0.0)
+        s = tl.sigmoid(mix * write_scale + write_base[None, :])
+        grad = tl.load(D_WRITE + token[:, None] * N + stream[None, :], mask=one, other=0.0) * 2 * s * (1 - s)
+        tl.store(D_MIX + offset + N, grad * write_scale, mask=one)
+        write_sum += tl.sum(grad, 0)
+        write_through += tl.sum(grad * mix, 0)
+
+        offset = token[:, None, None] * R + 2 * N + cell[None, :, :]
+        mix = tl.load(MIX + offset, mask=square, other=0.0)
+        probabilities = _probabilities(mix * comb_scale + comb_base[None, :, :])
+        matrix, totals = _normalised(probabilities + eps, eps, STEPS)
+        grad = tl.load(D_COMB + token[:, None, None] * (N * N) + cell[None, :, :], mask=square, other=0.0)
+        for step in tl.static_range(STEPS - 1, -1, -1):
+            grad = (grad - tl.sum(grad * matrix, 1 + step % 2, keep_dims=True)) / totals[step]
+            matrix = matrix * totals[step]
+        grad = probabilities * (grad - tl.sum(grad * probabilities, 2, keep_dims=True))
+        tl.store(D_MIX + offset, grad * comb_scale, mask=square)
+        comb_sum += tl.sum(grad, 0)
+        comb_through += tl.sum(grad * mix, 0)
+    at = PARTIAL + tl.program_id(0) * (2 * R)
+    tl.store(at + stream, read_sum)
+    tl.store(at + N + stream, write_sum)
+    tl.store(at + 2 * N + cell, comb_sum)
+    tl.store(at + R + stream, read_through)
+    tl.store(at + R + N + stream, write_through)
+    tl.store(at + R + 2 * N + cell, comb_through)
+
+
+@triton.jit
+def add_partials_kernel(PARTIAL, D_SCALE, D_BASE, programs, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr):
+    """d_base [n (2 + n)] and d_scale [3] from the sums of all programs, in a fixed order."""
+    R: tl.constexpr = N * (2 + N)
+    column = tl.arange(0, BLOCK_R)
+    total, through = tl.zeros([BLOCK_P, BLOCK_R], tl.float32), tl.zeros([BLOCK_P, BLOCK_R], tl.float32)
+    for first in range(0, programs, BLOCK_P):
+        program = first + tl.arange(0, BLOCK_P)
+        real = (program < programs)[:, None] & (column < R)[None, :]
+        at = PARTIAL + program[:, None] * (2 * R) + column[None, :]
+        total += tl.load(at, mask=real, other=0.0)
+        through += tl.load(at + R, mask=real, other=0.0)
+    tl.store(D_BASE + column, tl.sum(total, 0), mask=column < R)
+    through = tl.sum(through, 0)
+    tl.store(D_SCALE, tl.sum(tl.where(column < N, through, 0.0), 0))
+    tl.store(D_SCALE + 1, tl.sum(tl.where((column >= N) & (column < 2 * N), through, 0.0), 0))
+    tl.store(D_SCALE + 2, tl.sum(tl.where(column >= 2 * N, through, 0.0), 0))
+
+
+def _sizes(streams: int, iterations: int) -> dict[str, int]:
+    """A warp takes 32 cells, one a thread, so that every sum stays within it (64 cells of one token for 8 streams)."""
+    return {"N": streams, "STEPS": 2 * iterations - 1, "BLOCK_T": max(1, 32 // streams**2), "num_warps": 1}
+
+
+class _HyperMaps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mix: Tensor, scale: Tensor, base: Tensor, n: int, iterations: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        mix, scale, base = mix.contiguous(), scale.contiguous(), base.contiguous()
+        ctx.save_for_backward(mix, scale, base)
+        ctx.sizes, ctx.eps = _sizes(n, iterations), eps
+        tokens = mix.shape[0]
+        read, write, comb = mix.new_empty(tokens, n), mix.new_empty(tokens, n), mix.new_empty(tokens, n, n)
+        if tokens:
+            with on_device_of(mix):
+                hyper_maps_kernel[(ceil_div(tokens, ctx.sizes["BLOCK_T"]),)](mix, scale, base, read, write, comb, tokens, eps, **ctx.sizes)
+        return read, write, comb
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_read: Tensor, d_write: Tensor, d_comb: Tensor) -> tuple[Tensor | None, ...]:
+        mix, scale, base = ctx.saved_tensors
+        d_mix, d_scale, d_base = torch.empty_like(mix), torch.empty_like(scale), torch.empty_like(base)
+        tokens, n = mix.shape[0], ctx.sizes["N"]
+        if tokens == 0:
+            return d_mix, d_scale.zero_(), d_base.zero_(), None, None, None
+        blocks = ceil_div(tokens, ctx.sizes["BLOCK_T"])
+        programs = min(blocks, PROGRAMS)
+        partial = mix.new_empty(programs, 2, mix.shape[1])
+        grads = (d_read.contiguous(), d_write.contiguous(), d_comb.contiguous())
+        with on_device_of(mix):
+            hyper_maps_backward_kernel[(programs,)](mix, scale, base, *grads, d_mix, partial, tokens, blocks, ctx.eps, **ctx.sizes)
+            block_r = 4 if n == 1 else 2 * n * n  # at least n (2 + n)
+            add_partials_kernel[(1,)](partial, d_scale, d_base, programs, N=n, BLOCK_P=max(1, 2048 // block_r), BLOCK_R=block_r, num_warps=8)
+        return d_mix, d_scale, d_base, None, None, None
+
+
+def hyper_maps(mix: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """read [T, n], write [T, n] and comb [T, n, n] (source stream first), all fp32.
+
+    Args:
+        mix: float32 [T, n (2 + n)], n one of 1, 2, 4, 8. scale: float32 [3]. base: float32 [n (2 + n)].
+        iterations: row and column normalisations, 1 or more; the softmax is the first one's rows.
+
+    Raises:
+        ValueError: shapes, dtypes or a number of streams that the kernels do not take.
+    """
+    streams = {n * (2 + n): n for n in STREAMS}
+    if mix.dim() != 2 or mix.shape[1] not in streams:
+        raise ValueError(f"mix must be [T, n (2 + n)] for n of {', '.join(map(str, STREAMS))} streams, got {list(mix.shape)}")
+    if scale.shape != (3,) or base.shape != mix.shape[1:]:
+        raise ValueError(f"scale must be [3] and base [{mix.shape[1]}], got {list(scale.shape)} and {list(base.shape)}")
+    if {mix.dtype, scale.dtype, base.dtype} != {torch.float32}:
+        raise ValueError(f"mix, scale and base must be float32, got {mix.dtype}, {scale.dtype} and {base.dtype}")
+    if iterations < 1:
+        raise ValueError(f"iterations must be 1 or more, got {iterations}")
+    maps: tuple[Tensor, Tensor, Tensor] = _HyperMaps.apply(mix, scale, base, streams[mix.shape[1]], iterations, eps)
+    return maps

@@ -55,13 +55,21 @@ def message_of(error: BaseException) -> str:
     return "\n".join(lines)
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM in the middle of a run. The message says how to go on; `status` is the exit status that shells expect, 128 + signal."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 def report(error: BaseException) -> None:
     """Print an error once: what a user can mend as one message, anything else with its traceback."""
     if getattr(error, "_reported", False):
         return
     error._reported = True  # type: ignore[attr-defined]
     if isinstance(error, KeyboardInterrupt):
-        print("interrupted", file=sys.stderr)
+        print(str(error) or "interrupted", file=sys.stderr)
     elif isinstance(error, READABLE):
         print(f"{type(error).__name__}: {message_of(error)}", file=sys.stderr)
     else:
@@ -71,12 +79,12 @@ def report(error: BaseException) -> None:
 
 @contextlib.contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Leave the program with status 1 (130 for Ctrl-C) and one message where an error comes through."""
+    """Leave the program with status 1 (130 for Ctrl-C, 143 for SIGTERM) and one message where an error comes through."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
         report(error)
-        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+        sys.exit(getattr(error, "status", 130) if isinstance(error, KeyboardInterrupt) else 1)
 
 
 def print_table(title: str, rows: Sequence[tuple[str, str]]) -> None:

@@ -6,17 +6,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 
 from csa_model.config import INDEXED_RATIO, ExperimentConfig
-from csa_model.console import number, print_table
+from csa_model.console import Interrupted, number, print_table
 from csa_model.plots import last_values, plot_run, read_curves
+from csa_model.resume import LAST
 from csa_model.run_dir import RunDirectory
 
 # summary.json: key -> metric of metrics.csv whose last value it holds
@@ -110,15 +113,28 @@ class Summary:
 
     @contextlib.contextmanager
     def marked_failed_on_error(self, trainer: L.Trainer) -> Iterator[None]:
-        """Write summary.json with the error and status failed (interrupted for Ctrl-C) where one comes through, and pass it on."""
+        """Write summary.json with the error and status failed (interrupted for Ctrl-C and SIGTERM) where one comes through, and pass it on.
+
+        Lightning makes a SystemExit of either signal, with status 1 or even 0 and without a word; here it becomes Interrupted.
+        """
         self._write(trainer)
         try:
             yield
+        except (KeyboardInterrupt, SystemExit) as error:
+            cause = signal.SIGTERM if isinstance(error, SIGTERMException) else signal.SIGINT
+            self.facts |= {"status": "interrupted", "error": f"interrupted by {cause.name}"}
+            self._write(trainer)
+            raise Interrupted(f"interrupted in step {trainer.global_step + 1}; {self._way_on()}", 128 + cause) from None
         except BaseException as error:
-            interrupted = isinstance(error, (KeyboardInterrupt, SystemExit))
-            self.facts |= {"status": "interrupted" if interrupted else "failed", "error": f"{type(error).__name__}: {error}"}
+            self.facts |= {"status": "failed", "error": f"{type(error).__name__}: {error}"}
             self._write(trainer)
             raise
+
+    def _way_on(self) -> str:
+        if not (self.run.checkpoints / LAST).exists():
+            return f"no checkpoint is written yet (callbacks.checkpoint.every_n_steps={self.config.callbacks.checkpoint.every_n_steps})"
+        whole = self.run.path.parent if (self.run.path.parent / "staged.json").is_file() else self.run.path  # a stage goes on with its staged run
+        return f"go on with run_dir={whole} ckpt_path=last"
 
     def finish(self, trainer: L.Trainer) -> dict[str, Any]:
         """Write the final summary.json and the plots, print the closing table, return the summary."""

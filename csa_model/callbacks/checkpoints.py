@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities import rank_zero_info
 
 from csa_model.config import CheckpointConfig
 from csa_model.gradients import NonFiniteGradientError
@@ -59,7 +58,6 @@ class LastCheckpoint(L.Callback):
         # Ranks cannot be brought together any more when one of them has failed.
         if self._sound and trainer.world_size == 1 and not isinstance(exception, NonFiniteGradientError):
             self._save(trainer)
-            rank_zero_info(f"step {trainer.global_step} is saved in {self.folder / LAST}; continue with ckpt_path=last")
 
     def _save(self, trainer: L.Trainer) -> None:
         # Lightning moves the finished file into place, which replaces the link and not the periodic checkpoint that it points to.

@@ -189,7 +189,8 @@ def test_an_error_in_the_middle_marks_the_run_failed_and_shows_its_traceback(
     assert "the disk is on fire" in str(facts["error"])
 
 
-def test_the_command_line_works_without_terminal_account_or_network_and_stops_on_ctrl_c(workplace: Path) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_line_works_without_terminal_account_or_network_and_stops_on_a_signal(workplace: Path, sent: signal.Signals) -> None:
     """Field report 89: stdin closed, no WANDB variable; then Ctrl-C in the middle of training leaves a non-zero exit and a run that says so."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")} | {"OMP_NUM_THREADS": "1"}
     command = [
@@ -209,13 +210,15 @@ def test_the_command_line_works_without_terminal_account_or_network_and_stops_on
         while not ((workplace / "out" / "metrics.csv").exists() and max(steps(workplace / "out"), default=0) >= 2) and time.monotonic() < deadline:
             assert process.poll() is None, process.communicate()[0]
             time.sleep(0.2)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(sent)
         output, _ = process.communicate(timeout=100)
     finally:
         process.kill()
-    assert process.returncode != 0
+    assert process.returncode == 128 + sent
     assert "Traceback" not in output
+    assert f"go on with run_dir={workplace / 'out'} ckpt_path=last" in output
     assert summary(workplace / "out")["status"] == "interrupted"
+    assert summary(workplace / "out")["error"] == f"interrupted by {sent.name}"
     assert (workplace / "out" / "checkpoints" / "last.ckpt").exists()
     assert any((workplace / "out" / "wandb").glob("offline-run-*"))
 

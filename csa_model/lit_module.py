@@ -136,9 +136,9 @@ class CSALitModule(L.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         metrics = self._validation.metrics(self._sum_over_ranks(self._validation.sums))
-        # Every rank holds the same values already; sync_dist only keeps Lightning from warning about it.
-        self.log_dict(metrics, batch_size=1, sync_dist=self.trainer.world_size > 1)
-        self.log("val_loss", metrics["val/loss"], prog_bar=True, logger=False, batch_size=1, sync_dist=self.trainer.world_size > 1)
+        # Every rank holds the same values already; sync_dist only keeps Lightning from warning about it, which it does under ddp on one device too.
+        self.log_dict(metrics, batch_size=1, sync_dist=True)
+        self.log("val_loss", metrics["val/loss"], prog_bar=True, logger=False, batch_size=1, sync_dist=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         for guard in self._guards.values():

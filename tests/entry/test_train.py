@@ -168,6 +168,12 @@ def test_a_multirun_gives_every_combination_a_run_of_its_own_and_fails_if_one_fa
     assert not (workplace / "one").exists()
 
 
+def test_one_process_under_ddp_draws_no_warning_about_syncing(workplace: Path, recwarn: pytest.WarningsRecorder) -> None:
+    run(*TINY, "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=1", "trainer.precision=32-true", "run_dir=out")
+    assert summary(workplace / "out")["status"] == "finished"
+    assert not [w for w in recwarn if "sync_dist" in str(w.message)]
+
+
 def test_an_error_in_the_middle_marks_the_run_failed_and_shows_its_traceback(
     workplace: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -195,8 +195,7 @@ def _differences(reference: Run, others: Iterable[Run], same_seed: bool) -> list
         found = []
         if same_seed:
             for key, what in (("corpus_sha256", "corpus"), ("initial_weights_sha256", "initial weights"), ("data_order", "data order")):
-                if run.summary[key] != reference.summary[key]:
-                    found.append(f"{what} ({_show(reference.summary[key])} and {_show(run.summary[key])})")
+                found += _unequal(what, reference.summary[key], run.summary[key])
         for key in sorted(reference.config.keys() | run.config.keys()):
             free = any(key == name or key.startswith(name + ".") for name in FREE_KEYS)
             free |= not same_seed and key in SEED_KEYS
@@ -204,13 +203,23 @@ def _differences(reference: Run, others: Iterable[Run], same_seed: bool) -> list
             a, b = reference.config.get(key), run.config.get(key)
             if a != b and not free:
                 found.append(f"{key} ({_show(a)} and {_show(b)})")
-        if run.evaluated_on and reference.evaluated_on and run.evaluated_on != reference.evaluated_on:
-            found.append(f"evaluation ({_show(dict(reference.evaluated_on))} and {_show(dict(run.evaluated_on))})")
+        if run.evaluated_on and reference.evaluated_on:
+            found += _unequal("evaluation", reference.evaluated_on, run.evaluated_on)
         if run.steps != reference.steps and same_seed:
             found.append(f"trained steps ({reference.steps} and {run.steps})")
         if found:
             lines.append(f"{reference.path} and {run.path} differ in more than the teacher{'' if same_seed else ' and the seed'}: {'; '.join(found)}")
     return lines
+
+
+def _unequal(what: str, a: Any, b: Any) -> list[str]:
+    """`what (a and b)` where the two differ; of two mappings only the keys that do."""
+    first, second = flatten(a), flatten(b)
+    return [
+        f"{' '.join([what, key]).strip()} ({_show(first.get(key))} and {_show(second.get(key))})"
+        for key in sorted(first.keys() | second.keys())
+        if first.get(key) != second.get(key)
+    ]
 
 
 def _show(value: Any) -> str:

@@ -85,7 +85,7 @@ def test_a_noisy_difference_is_reported_as_none_seen(tmp_path: Path) -> None:
     [
         ({"summary": {"corpus_sha256": "other"}}, "corpus"),
         ({"summary": {"initial_weights_sha256": "other"}}, "initial weights"),
-        ({"summary": {"data_order": {"seed": 99}}}, "data order"),
+        ({"summary": {"data_order": {"seed": 1, "corpus_sha256": "x" * 60, "tokens_per_batch": 64}}}, "data order tokens_per_batch (64 and None)"),
         ({"config": {"optimizer": {"lr": 2e-3}}}, "optimizer.lr (0.002 and 0.001)"),
         ({"config": {"teacher": {"name": "compressed_only", "coefficient": 0.5}}}, "teacher.coefficient"),
         ({"config": {"extra": {"key": 1}}}, "extra.key (1 and None)"),

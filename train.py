@@ -87,7 +87,7 @@ def main(arguments: list[str]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing, and `exit_on_error` words the message
     with console.exit_on_error():
         given = overrides.check_arguments(arguments, CONFIGS)
-        sys.argv[1:] = [*resume.overrides_of_run(given), *arguments]
+        sys.argv[1:] = overrides.flags_first([*resume.overrides_of_run(given), *arguments])
         overrides.register_job_names([o.key_or_group for o in given if o.is_sweep_override()])
         job()
 

@@ -40,6 +40,25 @@ def check_arguments(arguments: Sequence[str], config_dir: Path) -> list[Override
     return overrides
 
 
+def flags_first(arguments: Sequence[str]) -> list[str]:
+    """The arguments with Hydra's flags in front: its parser takes key=value arguments in one stretch only, so `seed=1 -m lr=1,2` would be refused.
+
+    Raises ConfigError for a bare word that belongs to no flag.
+    """
+    flags: list[str] = []
+    others: list[str] = []
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        if argument.startswith("-"):
+            flags.append(argument)
+        elif "=" in argument or argument.startswith("~"):
+            others.append(argument)
+        elif before.startswith("-"):
+            flags.append(argument)  # the value of a flag such as --cfg job
+        else:
+            raise ConfigError(f"cannot read the argument {argument!r}; write key=value")
+    return [*flags, *others]
+
+
 def parse(arguments: Iterable[str]) -> list[Override]:
     """The overrides among `arguments`; ConfigError with the argument where one cannot be read."""
     found = []

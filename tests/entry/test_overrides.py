@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from csa_model.config import ConfigError
-from csa_model.overrides import check_arguments, inherited, job_name, parse
+from csa_model.overrides import check_arguments, flags_first, inherited, job_name, parse
 from tests.entry.helpers import CONFIGS
 
 
@@ -48,6 +48,17 @@ def test_everything_that_hydra_understands_passes() -> None:
     arguments += ["model.compress_ratios=[0,4,0]", "experiment=plain", "debug=null", "model.index_topk=null", "run_dir='a=b'", "--config-name=train"]
     found = check_arguments(arguments, CONFIGS)
     assert [o.key_or_group for o in found if o.is_sweep_override()] == ["teacher", "seed"]
+
+
+def test_flags_may_stand_anywhere() -> None:
+    arguments = ["seed=1", "-m", "teacher=full_csa,none", "--cfg", "job", "~logger", "--config-dir=conf", "+task=a"]
+    assert flags_first(arguments) == ["-m", "--cfg", "job", "--config-dir=conf", "seed=1", "teacher=full_csa,none", "~logger", "+task=a"]
+
+
+@pytest.mark.parametrize("arguments", [["overfit"], ["seed=1", "overfit"]])
+def test_a_bare_word_is_no_argument(arguments: list[str]) -> None:
+    with pytest.raises(ConfigError, match="cannot read the argument 'overfit'; write key=value"):
+        flags_first(arguments)
 
 
 def test_a_foreign_config_folder_is_left_to_hydra() -> None:

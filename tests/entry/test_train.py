@@ -153,7 +153,7 @@ def test_a_multirun_gives_every_combination_a_run_of_its_own_and_fails_if_one_fa
     assert "model.index_topk=-1" in message
     assert {p.name for p in (workplace / "sweep").iterdir()} == {"multirun.yaml", "0_model.index_topk-4"}
     assert summary(workplace / "sweep" / "0_model.index_topk-4")["status"] == "finished"
-    run("-m", *TINY, "teacher=full_csa,compressed_only", "seed=1,2", "logger=wandb", "task=ab", "callbacks=minimal")
+    run(*TINY, "-m", "teacher=full_csa,compressed_only", "seed=1,2", "logger=wandb", "task=ab", "callbacks=minimal")
     (sweep,) = (workplace / "runs" / "ab").iterdir()
     names = {f"{i}_teacher-{t}_seed-{s}" for i, (t, s) in enumerate((t, s) for t in ("full_csa", "compressed_only") for s in (1, 2))}
     assert {p.name for p in sweep.iterdir() if p.is_dir()} == names

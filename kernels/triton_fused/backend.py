@@ -69,7 +69,8 @@ class TritonBackend(Backend):
         with torch.no_grad():
             ids, scores = ops.select(*operands, start, visible, topk, ratio, _longest(layout, ratio, index_k), layout.first_row, with_scores)
         if with_scores:
-            self._scores[ids] = (scores, _state(ids, index_q, index_k, index_w))
+            # the tensors are kept as well: were their memory given to others, those could not be told from them
+            self._scores[ids] = (scores, operands, _state(ids, *operands))
         return ids
 
     def _query_rows(self, visible: Tensor) -> Tensor:
@@ -83,9 +84,9 @@ class TritonBackend(Backend):
 
     def _known_scores(self, ids: Tensor, index_q: Tensor, index_k: Tensor, index_w: Tensor) -> Tensor | None:
         """Scores that `select` kept for exactly these ids, if neither they nor the indexer's tensors have changed since."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or ids not in self._scores:
             return None
-        scores, state = self._scores.get(ids, (None, None))
+        scores, _, state = self._scores[ids]
         return scores if state == _state(ids, index_q, index_k, index_w) else None
 
     def attend(
@@ -217,8 +218,8 @@ def _differentiated(*tensors: Tensor) -> bool:
 
 
 def _state(*tensors: Tensor) -> tuple[Any, ...]:
-    """What tells a tensor from another one, and from itself after a change in place."""
-    return tuple((t.data_ptr(), t._version, t.shape, t.stride()) for t in tensors)
+    """What tells a tensor from another living one, and from itself after a change in place. One made under inference_mode counts no changes."""
+    return tuple((t.data_ptr(), -1 if t.is_inference() else t._version, t.dtype, t.shape, t.stride()) for t in tensors)
 
 
 def _same_dtype(first: str, a: Tensor, **others: Tensor | None) -> None:

@@ -126,8 +126,10 @@ def loss_kernel(
     tl.store(KL + row, tl.sum(kl, 0))
     if WITH_GRAD:
         # a row without any teacher gives no gradient: softmax - 0 would push every score
-        grad = tl.where(mass > 0.0, tl.load(GRAD).to(tl.float32), 0.0)
-        d_score = tl.where(present, (spread / tl.where(total > 0.0, total, 1.0) - teacher) * grad, 0.0)
+        taught = tl.where(mass > 0.0, 1.0, 0.0)
+        d_score = tl.where(present, (spread / tl.where(total > 0.0, total, 1.0) - teacher) * taught, 0.0)
+        # the weight of the loss comes behind the products: it may be small enough to push their fp16 operands out of range
+        grad = tl.load(GRAD).to(tl.float32)
         tl.store(SCRATCH + row * K + slot, d_score, mask=slot < K)
         tl.debug_barrier()
         if DETERMINISTIC:
@@ -146,7 +148,7 @@ def loss_kernel(
                 d_weight += tl.maximum(s, 0.0) * g[None, :]
                 ds = tl.where(s > 0.0, w[:, None] * g[None, :], 0.0).to(k.dtype)
                 dq = tl.dot(ds, k, dq, input_precision=PRECISION)
-                dk = tl.dot(tl.trans(ds), q, input_precision=PRECISION)
+                dk = tl.dot(tl.trans(ds), q, input_precision=PRECISION) * grad
                 address = D_KEYS + ids.to(tl.int64)[:, None] * DI + dim[None, :]
                 inside = valid[:, None] & (dim < DI)[None, :]
                 if DETERMINISTIC:
@@ -155,8 +157,8 @@ def loss_kernel(
                     tl.atomic_add(address, dk, mask=inside, sem="relaxed")
             head = h0 + tl.arange(0, BLOCK_H)
             mask = (head < HI)[:, None] & (dim < DI)[None, :]
-            tl.store(D_Q + row * (HI * DI) + head[:, None] * DI + dim[None, :], dq.to(D_Q.dtype.element_ty), mask=mask)
-            tl.store(D_WEIGHTS + row * HI + head, tl.sum(d_weight, 1).to(D_WEIGHTS.dtype.element_ty), mask=head < HI)
+            tl.store(D_Q + row * (HI * DI) + head[:, None] * DI + dim[None, :], (dq * grad).to(D_Q.dtype.element_ty), mask=mask)
+            tl.store(D_WEIGHTS + row * HI + head, (tl.sum(d_weight, 1) * grad).to(D_WEIGHTS.dtype.element_ty), mask=head < HI)
 
 
 def integer_unit(index_q: Tensor, index_w: Tensor, grad: Tensor) -> Tensor:

@@ -317,7 +317,8 @@ def _dense_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _dense_autograd(ctx: Any, grad_kl: Tensor, *grad_gradients: Tensor) -> tuple[Any, ...]:
-    return *((grad_kl * g).to(g.dtype) for g in ctx.saved_tensors), *(None,) * 10
+    # in fp32: a tensor without dimensions would take the dtype of the other one first
+    return *((grad_kl * g.float()).to(g.dtype) for g in ctx.saved_tensors), *(None,) * 10
 
 
 dense_indexer_loss.register_autograd(_dense_autograd, setup_context=_dense_context)

@@ -97,6 +97,24 @@ def test_loss_and_gradients_are_those_of_float64(device: str, teacher: str, supp
     assert results[0][0] > 0
 
 
+@pytest.mark.parametrize(("support", "exponent"), [("sparse", 0), ("dense", 12)])
+def test_small_weight_of_the_loss_costs_no_digits(device: str, support: str, exponent: int) -> None:
+    """fp16 ends at 6e-8: the weight must neither be part of an operand of a product nor be rounded itself."""
+    x = layer(device, lengths=(20,))
+    ids = ALL_VISIBLE if support == "dense" else x.selected
+    indexer = [x.index_q * 16, x.index_k * 16, x.index_w * 2.0 ** (exponent - 8)]
+    leaves = [t.half().requires_grad_() for t in indexer[:2]] + [indexer[2].requires_grad_()]
+    operands = (ids, x.q, x.window_kv, x.compressed_kv, x.sink, None, x.layout, 4, x.window, x.scale)
+    kl_sum, _ = get_backend("triton").indexer_loss(*leaves, *operands)
+    whole = torch.autograd.grad(kl_sum, leaves, retain_graph=True)
+    weight = 2.0 ** (-14 - exponent) / 3
+    small = torch.autograd.grad(weight * kl_sum, leaves)
+    for got, unit in zip(small, whole):
+        expected = weight * unit.double()
+        assert expected.abs().max() > 5e-7
+        assert torch.allclose(got.double(), expected, rtol=2e-3, atol=6e-8 if got.dtype == torch.half else 0)
+
+
 def test_integer_sums_give_the_same_gradient(device: str) -> None:
     from kernels.triton_fused.indexer_sparse import sparse_loss
 
@@ -206,3 +224,34 @@ def test_kept_scores_serve_only_the_tensors_they_are_of(device: str) -> None:
     expected, _ = backend.indexer_loss(*indexer, ids.clone(), *operands)
     assert torch.allclose(changed, expected, rtol=1e-5)
     assert not torch.allclose(changed, kept, rtol=1e-2)
+
+
+def test_kept_scores_do_not_pass_to_tensors_in_the_same_memory(device: str) -> None:
+    x = layer(device, lengths=(20,))
+    backend = get_backend("triton")
+    p = x.leaves()
+    operands = (p["q"], p["window_kv"], p["compressed_kv"], p["sink"], None, x.layout, 4, x.window, x.scale)
+    kept = 2 * p["index_q"]
+    address = kept.data_ptr()
+    ids = backend.select(kept, p["index_k"], p["index_w"], x.layout, 4, 3)
+    del kept
+    others = [-3 * p["index_q"] for _ in range(20)]  # an allocator hands memory that was given back out first
+    other = next((t for t in others if t.data_ptr() == address), others[0])
+    got, _ = backend.indexer_loss(other, p["index_k"], p["index_w"], ids, *operands)
+    expected, _ = backend.indexer_loss(other, p["index_k"], p["index_w"], ids.clone(), *operands)
+    assert torch.allclose(got, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("teacher", ["full_csa", "compressed_only"])
+def test_evaluation_under_inference_mode_is_that_under_no_grad(device: str, teacher: str) -> None:
+    x = layer(device, lengths=(20,))
+    backend = get_backend("triton")
+    operands = (x.q, x.window_kv, x.compressed_kv, x.sink, x.layout, 4, x.window, x.scale, teacher)
+    results = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            indexer = tuple(1 * t for t in (x.index_q, x.index_k, x.index_w))
+            ids = backend.select(*indexer, x.layout, 4, 3)
+            out, lse, kl_sum, stats = backend.attend_with_indexer_loss(*indexer, ids, *operands)
+            results.append((ids, out, lse, kl_sum, stats.rows))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

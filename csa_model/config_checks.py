@@ -196,6 +196,11 @@ def _check_data(data: DataConfig, model: ModelConfig) -> None:
             f"data.sequence_length={data.sequence_length} is more than data.tokens_per_batch={data.tokens_per_batch}: a whole sequence must fit "
             f"one row; raise data.tokens_per_batch or lower data.sequence_length"
         )
+    if model.index_topk is not None and model.index_topk > data.tokens_per_batch:  # ids of that width would cost time and memory for nothing
+        raise ConfigError(
+            f"model.index_topk={model.index_topk} is more than data.tokens_per_batch={data.tokens_per_batch}, and a row of that length has "
+            f"{data.tokens_per_batch // INDEXED_RATIO} entries at most; lower it, or take model.index_topk=null to select every visible entry"
+        )
     if data.name in ("text_files", "memmap") and not data.path:
         what = "a file or folder of text" if data.name == "text_files" else "a token file with its JSON side-car"
         raise ConfigError(f"data={data.name} needs data.path=PATH, {what}")

@@ -23,6 +23,7 @@ REFUSED = {
     "odd rope": (["model.qk_rope_head_dim=7"], ["qk_rope_head_dim=7", "even"]),
     "groups do not divide heads": (["model.o_groups=3"], ["model.o_groups=3", "num_attention_heads=8", "[1, 2, 4, 8]"]),
     "top-k negative": (["model.index_topk=-1"], ["model.index_topk=-1", "at least 1", "null"]),
+    "top-k beyond a row": (["model.index_topk=70000"], ["model.index_topk=70000", "tokens_per_batch=1024", "256 entries", "null"]),
     "top-k zero": (["model.index_topk=0"], ["model.index_topk=0"]),
     "more experts per token than experts": (["model.moe.num_experts_per_tok=9"], ["num_experts_per_tok=9", "1 to 8"]),
     "more hash layers than layers": (["model.moe.num_hash_layers=8"], ["num_hash_layers=8", "0 to 7"]),

@@ -89,7 +89,8 @@ def main(arguments: list[str]) -> None:
         given = overrides.check_arguments(arguments, CONFIGS)
         sys.argv[1:] = overrides.flags_first([*resume.overrides_of_run(given), *arguments])
         overrides.register_job_names([o.key_or_group for o in given if o.is_sweep_override()])
-        job()
+        with run_dir.naming_the_sweep_folder():
+            job()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -11,7 +12,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -145,6 +146,17 @@ def _from_anywhere(override: str) -> str:
         return override
     absolute = str(Path(value).resolve())
     return f"{key}={absolute}" if re.fullmatch(r"[\w./+-]+", absolute) else override  # else it would need Hydra's quotes
+
+
+@contextlib.contextmanager
+def naming_the_sweep_folder() -> Iterator[None]:
+    """ConfigError where Hydra cannot make the folder of a multirun. Errors of a job were reported with it and pass."""
+    try:
+        yield
+    except OSError as error:
+        if getattr(error, "_reported", False):
+            raise
+        raise ConfigError(f"the folder of the multirun cannot be made ({error}); name another with runs_dir=PATH or hydra.sweep.dir=PATH") from error
 
 
 def remove_empty(folder: Path) -> None:

@@ -168,6 +168,12 @@ def test_a_multirun_gives_every_combination_a_run_of_its_own_and_fails_if_one_fa
     assert not (workplace / "one").exists()
 
 
+def test_a_multirun_below_a_file_is_refused_with_one_message(workplace: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    message = fails(capfd, "-m", *TINY, "seed=1,2", "runs_dir=text/0.txt")
+    assert "the folder of the multirun cannot be made" in message
+    assert "runs_dir=PATH" in message
+
+
 def test_one_process_under_ddp_draws_no_warning_about_syncing(workplace: Path, recwarn: pytest.WarningsRecorder) -> None:
     run(*TINY, "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=1", "trainer.precision=32-true", "run_dir=out")
     assert summary(workplace / "out")["status"] == "finished"

@@ -82,7 +82,7 @@ def scores_kernel(
     if begin < end:
         key = tile + tl.arange(0, BLOCK_N)
         dim = tl.arange(0, BLOCK_D)
-        k = tl.load(KEYS + key[:, None] * DI + dim[None, :], mask=(key < C)[:, None] & (dim < DI)[None, :], other=0.0)
+        k = tl.load(KEYS + key.to(tl.int64)[:, None] * DI + dim[None, :], mask=(key < C)[:, None] & (dim < DI)[None, :], other=0.0)
         base = first_row + tl.program_id(1) * BLOCK_T
         lane = tl.arange(0, TOGETHER * BLOCK_H)
         for i in range(begin, end, TOGETHER):

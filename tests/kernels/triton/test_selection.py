@@ -45,6 +45,15 @@ def test_chunks_of_the_buffer_do_not_show(device: str) -> None:
     assert torch.equal(scores, exact)  # integers: the scores kept for the loss are those of the ids
 
 
+def test_chunks_fit_the_grid_however_many_short_documents_there_are() -> None:
+    pytest.importorskip("triton")
+    from kernels.triton_fused.index_scores import score_tiling
+    from kernels.triton_fused.selection import chunk_rows
+
+    for columns in (1, 20, 32, 100):
+        assert chunk_rows(2**31 - 1, columns) / score_tiling(64, 128, torch.bfloat16, columns).rows <= 65535
+
+
 def test_slice_of_query_rows_gets_the_ids_of_the_whole(device: str) -> None:
     layout = PackedLayout.from_lengths([22, 12], device=device)
     q, k, w = integer_indexer(34, 8, 2, 16, device, 2)

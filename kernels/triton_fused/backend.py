@@ -13,10 +13,11 @@ import triton
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from kernels.backend import ALL_VISIBLE, Backend, BackendUnsupported, Geometry, IndexerStats, Selection, Teacher
+from kernels.backend import ALL_VISIBLE, Backend, BackendUnsupported, Geometry, IndexerStats, RowOperations, Selection, Teacher
 from kernels.layout import PackedLayout
 from kernels.triton_fused import flop_formulas, ops, requirements
 from kernels.triton_fused.attend_forward import implementation, reads_entries
+from kernels.triton_fused.row_operations import TritonRowOperations
 from kernels.triton_fused.rows import RowBounds
 from kernels.triton_fused.training_op import DirectAttendAndTeach, attend_and_teach
 from kernels.unfused.checks import check_entries, check_selection, check_sink, check_tensor
@@ -36,6 +37,10 @@ class TritonBackend(Backend):
         self._scores: Any = WeakTensorKeyDictionary()
         self._rows: Any = WeakTensorKeyDictionary()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, or a process that is spawned, starts with what `require` was told and without the caches, which know tensors by identity."""
+        return _restored, (self._geometry,)
+
     def require(self, geometry: Geometry) -> None:
         """See `Backend.require`; the requirements stand in requirements.py."""
         requirements.check_machine(geometry.device_type)
@@ -48,12 +53,20 @@ class TritonBackend(Backend):
         geometry = self._geometry or Geometry(heads=64, head_dim=512, window=128, dtype=torch.bfloat16)
         device = "cuda" if torch.cuda.is_available() and not requirements.interpreted() else "cpu"
         attention = implementation(torch.empty(0, geometry.heads, geometry.head_dim, dtype=geometry.dtype, device=device))
+        rows, streams = self.row_operations(), ", ".join(map(str, TritonRowOperations.streams))
         return {
             "select": f"chunked index scores and exact top-k, plain Triton kernels, {version}",
             "attend": f"{attention}, {version}",
             "indexer_loss": f"log-space teacher, plain Triton kernels, {version}",
             "attend_with_indexer_loss": f"teacher emitted by the attention backward (full_csa over selected entries, else the pair), {version}",
+            "norms, rotation, stream maps": "PyTorch"
+            if rows is None
+            else f"plain Triton kernels (maps of {streams} streams, others PyTorch), {version}",
         }
+
+    def row_operations(self) -> RowOperations | None:
+        """See `Backend.row_operations`. On a GPU only: the interpreter would be no faster than PyTorch."""
+        return TritonRowOperations() if self._geometry is not None and self._geometry.device_type == "cuda" else None
 
     def select(self, index_q: Tensor, index_k: Tensor, index_w: Tensor, layout: PackedLayout, ratio: int, topk: int) -> Tensor:
         """See `Backend.select`. ValueError for shapes that do not fit the layout or topk outside 0..2048.
@@ -206,6 +219,12 @@ class TritonBackend(Backend):
         function = attend_and_teach if ops.dispatched() else DirectAttendAndTeach.apply
         out, lse, kl_sum = function(*tensors, bounds.window_start, bounds.entry_start, bounds.visible, value, bounds.first_row, window, scale)
         return out, lse.detach(), kl_sum, IndexerStats(value, self._query_rows(bounds.visible))
+
+
+def _restored(geometry: Geometry | None) -> TritonBackend:
+    backend = TritonBackend()
+    backend._geometry = geometry
+    return backend
 
 
 def _longest(layout: PackedLayout, ratio: int, index_k: Tensor) -> int:

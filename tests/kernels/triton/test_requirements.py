@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -71,3 +73,18 @@ def test_head_group_is_refused(device: str) -> None:
     operands = (x.q, x.window_kv, x.compressed_kv, x.sink, None, x.layout, 4, x.window, x.scale)
     with pytest.raises(BackendUnsupported, match="head_group=None"):
         get_backend("triton").indexer_loss(x.index_q, x.index_k, x.index_w, x.selected, *operands, head_group=object())
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda backend: pickle.loads(pickle.dumps(backend))], ids=["copied", "pickled"])
+def test_backend_passes_to_another_process_without_its_caches(device: str, again) -> None:
+    from tests.kernels.triton.test_teacher_and_loss import layer
+
+    x = layer(device, lengths=(14,))
+    backend = get_backend("triton")
+    backend.require(dataclasses.replace(FITS, device_type=device))
+    index_q = x.index_q.requires_grad_()
+    ids = backend.select(index_q, x.index_k, x.index_w, x.layout, 4, 2)
+    other = again(backend)
+    assert other.describe() == backend.describe()
+    assert other._known_scores(ids, index_q, x.index_k, x.index_w) is None
+    assert torch.equal(other.select(index_q, x.index_k, x.index_w, x.layout, 4, 2), ids)

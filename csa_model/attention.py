@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from csa_model.compressor import Compressor
 from csa_model.config import INDEXED_RATIO, ConfigError, ModelConfig, StageConfig
 from csa_model.indexer import Indexer
-from csa_model.layers import Linear, RMSNorm, rms_norm
-from csa_model.rotary import rotate
+from csa_model.layers import Linear, RMSNorm
+from csa_model.rotary import norm_rotate, rotate
 from csa_model.row import Row
 from kernels import ALL_VISIBLE, Backend, IndexerStats, PackedLayout
 from kernels.backend import Selection, Teacher
@@ -91,21 +91,21 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, backend: Backend, layer: int, ratio: int) -> None:
         super().__init__()
-        self.backend, self.layer, self.ratio = backend, layer, ratio
+        self.backend, self.fused, self.layer, self.ratio = backend, backend.row_operations(), layer, ratio
         self.heads, self.head_dim, self.groups = config.num_attention_heads, config.head_dim, config.o_groups
         self.window, self.topk, self.eps = config.sliding_window, config.index_topk, config.rms_norm_eps
         self.softmax_scale: float = self.head_dim**-0.5
         d, std = config.hidden_size, config.initializer_range
         self.wq_a = Linear(d, config.q_lora_rank, std)
-        self.q_norm = RMSNorm(config.q_lora_rank, self.eps)
+        self.q_norm = RMSNorm(config.q_lora_rank, self.eps, self.fused)
         self.wq_b = Linear(config.q_lora_rank, self.heads * self.head_dim, std)
         self.wkv = Linear(d, self.head_dim, std)
-        self.kv_norm = RMSNorm(self.head_dim, self.eps)
+        self.kv_norm = RMSNorm(self.head_dim, self.eps, self.fused)
         self.attn_sink = nn.Parameter(torch.zeros(self.heads))
         self.wo_a = Linear(self.heads * self.head_dim // self.groups, self.groups * config.o_lora_rank, std)  # g blocks of dg rows
         self.wo_b = Linear(self.groups * config.o_lora_rank, d, std * (2 * config.num_hidden_layers) ** -0.5)
-        self.compressor = Compressor(d, self.head_dim, ratio, self.eps, std) if ratio else None
-        self.indexer = Indexer(config, ratio) if ratio == INDEXED_RATIO else None
+        self.compressor = Compressor(d, self.head_dim, ratio, self.eps, std, self.fused) if ratio else None
+        self.indexer = Indexer(config, ratio, self.fused) if ratio == INDEXED_RATIO else None
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.attn_sink)
@@ -115,8 +115,8 @@ class Attention(nn.Module):
         rotation = row.token_rotation(self.ratio)
         query_latent = self.q_norm(self.wq_a(x))
         q = self.wq_b(query_latent).unflatten(-1, (self.heads, self.head_dim))
-        q = rotate(rms_norm(q, None, self.eps), rotation)
-        window_kv = rotate(self.kv_norm(self.wkv(x)), rotation)
+        q = norm_rotate(q, None, self.eps, rotation, self.fused)
+        window_kv = norm_rotate(self.wkv(x), self.kv_norm, self.eps, rotation, self.fused)
         compressed_kv = self.compressor(x, row) if self.compressor is not None else None
         if self.indexer is not None and compressed_kv is not None:
             result = self._indexed(x, query_latent, q, window_kv, compressed_kv, row, mode, capture)
@@ -126,7 +126,7 @@ class Attention(nn.Module):
                 q, window_kv, compressed_kv, selected, self.attn_sink, row.layout, self.ratio, self.window, self.softmax_scale
             )
             result = AttentionOutput(out)
-        result.y = self.project(rotate(result.y, rotation, inverse=True))
+        result.y = self.project(rotate(result.y, rotation, inverse=True, fused=self.fused))
         return result
 
     def project(self, out: Tensor) -> Tensor:

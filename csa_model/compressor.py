@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from csa_model.config import INDEXED_RATIO
 from csa_model.layers import Linear, RMSNorm, activation_dtype, at_least_fp32
-from csa_model.rotary import rotate
+from csa_model.rotary import norm_rotate
 from csa_model.row import Row
+from kernels.backend import RowOperations
 
 
 class Compressor(nn.Module):
@@ -21,14 +22,14 @@ class Compressor(nn.Module):
     With overlap (ratio 4) the projections have two halves: the first serves a token as part of the previous window, the second as part of its own.
     """
 
-    def __init__(self, hidden_size: int, dim: int, ratio: int, eps: float, std: float) -> None:
+    def __init__(self, hidden_size: int, dim: int, ratio: int, eps: float, std: float, fused: RowOperations | None = None) -> None:
         super().__init__()
         self.dim, self.ratio, self.overlap = dim, ratio, ratio == INDEXED_RATIO
         width = 2 * dim if self.overlap else dim
         self.wkv = Linear(hidden_size, width, std)
         self.wgate = Linear(hidden_size, width, std)
         self.ape = nn.Parameter(torch.zeros(ratio, width))  # learned bias of the gate per position in the window
-        self.norm = RMSNorm(dim, eps)
+        self.norm, self.fused = RMSNorm(dim, eps, fused), fused
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.ape)
@@ -39,7 +40,7 @@ class Compressor(nn.Module):
         values = at_least_fp32(self.wkv(tokens)).unflatten(0, (-1, self.ratio))
         gates = at_least_fp32(self.wgate(tokens)).unflatten(0, (-1, self.ratio)) + self.ape
         pooled = self.pool(values, gates, windows.starts_document)
-        return rotate(self.norm(pooled.to(activation_dtype(x))), row.entry_rotation(self.ratio))
+        return norm_rotate(pooled.to(activation_dtype(x)), self.norm, self.norm.eps, row.entry_rotation(self.ratio), self.fused)
 
     def pool(self, values: Tensor, gates: Tensor, starts_document: Tensor) -> Tensor:
         """Gated sum over slots: values and gates [C, m, width] in fp32, starts_document bool [C] -> [C, D]."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from csa_model.config import ModelConfig
 from csa_model.layers import at_least_fp32, linear_fp32, without_autocast
+from kernels.backend import RowOperations
 
 FN_STD = 0.02
 
@@ -117,9 +118,10 @@ def _inputs(streams: Tensor, y: Tensor) -> Tensor:
 class HyperConnection(nn.Module):
     """Maps around one sublayer: `collapse` reads its input from the streams, `expand` writes its output back and mixes the streams."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, fused: RowOperations | None = None) -> None:
         super().__init__()
         hc = config.hyper_connections
+        self.fused = fused if fused is not None and hc.hc_mult in fused.streams else None
         self.n, self.iterations, self.init_scale = hc.hc_mult, hc.hc_sinkhorn_iters, hc.init_scale
         self.hc_eps, self.norm_eps = hc.hc_eps, config.rms_norm_eps
         rows = self.n * (2 + self.n)  # n rows that read, n that write, n * n that mix (source stream major)
@@ -135,10 +137,17 @@ class HyperConnection(nn.Module):
 
     def maps(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """read [T, n], write [T, n] and mix [n, n, T] (first axis: source stream)."""
-        mix, n = _Mix.apply(streams, self.fn, self.norm_eps), self.n
-        read = torch.sigmoid(mix[:, :n] * self.scale[0] + self.base[:n]) + self.hc_eps
-        write = 2 * torch.sigmoid(mix[:, n : 2 * n] * self.scale[1] + self.base[n : 2 * n])
-        logits = (mix[:, 2 * n :] * self.scale[2] + self.base[2 * n :]).t().unflatten(0, (n, n))
+        return self.maps_of(_Mix.apply(streams, self.fn, self.norm_eps), self.scale, self.base)
+
+    def maps_of(self, mix: Tensor, scale: Tensor, base: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The maps from the projected streams mix [T, n (2 + n)]."""
+        if self.fused is not None:
+            read, write, comb = self.fused.hyper_maps(mix, scale, base, self.iterations, self.hc_eps)
+            return read, write, comb.permute(1, 2, 0)
+        n = self.n
+        read = torch.sigmoid(mix[:, :n] * scale[0] + base[:n]) + self.hc_eps
+        write = 2 * torch.sigmoid(mix[:, n : 2 * n] * scale[1] + base[n : 2 * n])
+        logits = (mix[:, 2 * n :] * scale[2] + base[2 * n :]).t().unflatten(0, (n, n))
         return read, write, sinkhorn(logits.contiguous(), self.iterations, self.hc_eps)
 
     def collapse(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kernels.backend import RowOperations
+
 
 def at_least_fp32(x: Tensor) -> Tensor:
     """`x` in float32, or unchanged in float64."""
@@ -75,15 +77,17 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """RMS norm with a weight that starts at 1; the mathematics runs in fp32."""
+    """RMS norm with a weight that starts at 1; the mathematics runs in fp32. `fused`: the backend's form of it, if it has one."""
 
-    def __init__(self, features: int, eps: float) -> None:
+    def __init__(self, features: int, eps: float, fused: RowOperations | None = None) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.fused = eps, fused
         self.weight = nn.Parameter(torch.ones(features))
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        if self.fused is None or torch.compiler.is_compiling():  # the compiler fuses a norm itself
+            return rms_norm(x, self.weight, self.eps)
+        return self.fused.norm_rotate(x, self.weight, self.eps)

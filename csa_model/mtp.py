@@ -36,14 +36,15 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, backend: Backend, layer: int) -> None:
         super().__init__()
         d, std_out = config.hidden_size, config.initializer_range * (2 * config.num_hidden_layers) ** -0.5
-        self.attn_norm, self.ffn_norm = RMSNorm(d, config.rms_norm_eps), RMSNorm(d, config.rms_norm_eps)
+        fused = backend.row_operations()
+        self.attn_norm, self.ffn_norm = (RMSNorm(d, config.rms_norm_eps, fused) for _ in range(2))
         self.attn = Attention(config, backend, layer, config.compress_ratios[layer])
         hashed = layer < min(config.moe.num_hash_layers, config.num_hidden_layers)  # the MTP block is always scored
         self.ffn: MoE | SwiGLU = (
             MoE(config, layer, hashed, std_out) if config.moe.enabled else SwiGLU(config, config.moe.dense_intermediate_size, std_out)
         )
         enabled = config.hyper_connections.enabled
-        self.hc_attn, self.hc_ffn = (HyperConnection(config) if enabled else None for _ in range(2))
+        self.hc_attn, self.hc_ffn = (HyperConnection(config, fused) if enabled else None for _ in range(2))
 
     def forward(self, state: Tensor, token_ids: Tensor, row: Row, mode: AttentionMode, capture: bool = False) -> BlockOutput:
         x, put_back = _around(self.hc_attn, state)
@@ -73,7 +74,7 @@ class MTPBlock(Block):
         super().__init__(config, backend, config.num_hidden_layers)
         d, eps = config.hidden_size, config.rms_norm_eps
         self.e_proj, self.h_proj = Linear(d, d, config.initializer_range), Linear(d, d, config.initializer_range)
-        self.enorm, self.hnorm, self.norm = RMSNorm(d, eps), RMSNorm(d, eps), RMSNorm(d, eps)
+        self.enorm, self.hnorm, self.norm = (RMSNorm(d, eps, backend.row_operations()) for _ in range(3))
         self.hc_head = HyperHead(config) if config.hyper_connections.enabled else None
 
     def join(self, state: Tensor, next_embedding: Tensor) -> Tensor:

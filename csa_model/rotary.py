@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from csa_model.config import RopeScaling
-from csa_model.layers import at_least_fp32
+from csa_model.layers import RMSNorm, at_least_fp32, rms_norm
+from kernels.backend import RowOperations
 
 Rotation = Tensor  # complex [N, r/2]: cos + i sin of every angle; a pair of dims is a complex number too
 
@@ -75,11 +76,20 @@ class _Rotate(torch.autograd.Function):
         return _rotated(grad, turn.conj()), None
 
 
-def rotate(x: Tensor, rotation: Rotation, inverse: bool = False) -> Tensor:
+def rotate(x: Tensor, rotation: Rotation, inverse: bool = False, fused: RowOperations | None = None) -> Tensor:
     """Rotate the last r dims of x [N, D] or [N, H, D]; `inverse` by the opposite angle.
 
     Out of place always: the attention saves its output for the backward pass, so undoing the rotation inside that tensor would corrupt gradients.
-    fp32 mathematics, result in the dtype of x.
+    fp32 mathematics, result in the dtype of x. `fused`: the backend's form of it, if it has one.
     """
+    if fused is not None:
+        return fused.rotate(x, rotation, inverse)
     turn = rotation.conj() if inverse else rotation
     return _Rotate.apply(x, turn[:, None] if x.dim() == 3 else turn)
+
+
+def norm_rotate(x: Tensor, norm: RMSNorm | None, eps: float, rotation: Rotation, fused: RowOperations | None) -> Tensor:
+    """`norm` (None: an RMS norm without weight), then `rotate`. The fused form rounds once, the other between the two as well."""
+    if fused is not None:
+        return fused.norm_rotate(x, None if norm is None else norm.weight, eps, rotation)
+    return rotate(rms_norm(x, None, eps) if norm is None else norm(x), rotation)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from kernels.backend import ALL_VISIBLE, Backend, BackendUnsupported, Geometry, IndexerStats, available_backends, get_backend
+from kernels.backend import ALL_VISIBLE, Backend, BackendUnsupported, Geometry, IndexerStats, RowOperations, available_backends, get_backend
 from kernels.layout import PackedLayout
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Geometry",
     "IndexerStats",
     "PackedLayout",
+    "RowOperations",
     "available_backends",
     "get_backend",
 ]

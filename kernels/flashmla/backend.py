@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels.backend import ALL_VISIBLE, Backend, BackendUnsupported, Geometry, IndexerStats, Selection, Teacher
+from kernels.backend import ALL_VISIBLE, Backend, BackendUnsupported, Geometry, IndexerStats, RowOperations, Selection, Teacher
 from kernels.flashmla import adapt
 from kernels.flashmla.autograd import Attend, AttendAndTeach, Call
 from kernels.flashmla.cudnn_backward import REMEDY, CudnnBackward, find_cudnn_backward, refuse_deterministic
@@ -106,7 +106,12 @@ class FlashMLABackend(Backend):
             "indexer_loss": base["indexer_loss"],
             "attend_with_indexer_loss": "the pair: teacher as a pass after the forward" if parts.teaching_backward is None else f"teacher {teacher}",
             "padding": padding_cost(rules, geometry.heads, geometry.head_dim, (geometry.topk or 0) + geometry.window),
+            "norms, rotation, stream maps": base.get("norms, rotation, stream maps", "PyTorch"),
         }
+
+    def row_operations(self) -> RowOperations | None:
+        """See `Backend.row_operations`: those of the Triton kernels."""
+        return self._load().base.row_operations()
 
     def select(self, index_q: Tensor, index_k: Tensor, index_w: Tensor, layout: PackedLayout, ratio: int, topk: int) -> Tensor:
         """See `Backend.select`."""

@@ -163,7 +163,7 @@ class _HyperMaps(torch.autograd.Function):
         ctx.save_for_backward(mix, scale, base)
         ctx.sizes, ctx.eps = _sizes(n, iterations), eps
         tokens = mix.shape[0]
-        read, write, comb = mix.new_empty(tokens, n), mix.new_empty(tokens, n), mix.new_empty(tokens, n, n)
+        read, write, comb = (torch.empty(tokens, *shape, dtype=mix.dtype, device=mix.device) for shape in ((n,), (n,), (n, n)))
         if tokens:
             with on_device_of(mix):
                 hyper_maps_kernel[(ceil_div(tokens, ctx.sizes["BLOCK_T"]),)](mix, scale, base, read, write, comb, tokens, eps, **ctx.sizes)
@@ -179,7 +179,7 @@ class _HyperMaps(torch.autograd.Function):
             return d_mix, d_scale.zero_(), d_base.zero_(), None, None, None
         blocks = ceil_div(tokens, ctx.sizes["BLOCK_T"])
         programs = min(blocks, PROGRAMS)
-        partial = mix.new_empty(programs, 2, mix.shape[1])
+        partial = torch.empty(programs, 2, mix.shape[1], dtype=mix.dtype, device=mix.device)
         grads = (d_read.contiguous(), d_write.contiguous(), d_comb.contiguous())
         with on_device_of(mix):
             hyper_maps_backward_kernel[(programs,)](mix, scale, base, *grads, d_mix, partial, tokens, blocks, ctx.eps, **ctx.sizes)

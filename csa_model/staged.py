@@ -21,6 +21,7 @@ from csa_model.config import ConfigError, ExperimentConfig, SchedulerConfig, Sta
 from csa_model.overrides import parse
 from csa_model.run_dir import RunDirectory, open_run, plain, write_json
 
+SET_BY_THE_PLAN = ("stage", "trainer.max_steps", "scheduler", "scheduler.name", "scheduler.warmup_steps", "scheduler.decay_steps")
 Train = Callable[[ExperimentConfig, list[str]], dict[str, object]]
 PLAN_FILE = "staged.json"  # marks the folder of a staged run: its status and its report
 STAGES = {  # as in configs/stage
@@ -35,6 +36,7 @@ def run(config: ExperimentConfig, arguments: Sequence[str], train: Train, job_fo
 
     Returns what staged.json holds. Raises ConfigError, before any work, for a stage that cannot run and for a folder that may not be written to.
     """
+    _refuse_what_the_plan_sets(arguments)
     for name in STAGES:
         config_checks.check(stage_config(config, name, Path()))
     folder = _folder(config, job_folder)
@@ -100,6 +102,17 @@ def stage_arguments(arguments: Sequence[str], stage: ExperimentConfig) -> list[s
     replaced = {*own, "ckpt_path", "init_from"}
     kept = [o.input_line for o in parse(arguments) if o.key_or_group not in replaced and o.input_line is not None]
     return [*kept, *(f"{key}={value}" for key, value in own.items())]
+
+
+def _refuse_what_the_plan_sets(arguments: Sequence[str]) -> None:
+    """ConfigError for an override that no stage would read."""
+    for override in parse(arguments):
+        key = override.key_or_group
+        if key in SET_BY_THE_PLAN or key.startswith("stage."):
+            raise ConfigError(
+                f"{override.input_line}: a staged run takes steps, schedule and stage of each stage from its plan; legal: "
+                f"staged.NAME.KEY with NAME one of {', '.join(STAGES)} and KEY one of {', '.join(f.name for f in dataclasses.fields(StagePlan))}"
+            )
 
 
 def _folder(config: ExperimentConfig, job_folder: Path | None) -> Path:

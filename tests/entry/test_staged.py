@@ -18,7 +18,8 @@ from csa_model.lit_module import CSALitModule
 from tests.entry.helpers import CONFIGS, TINY, fails, load, run, write_text
 
 PLAN = (*(f"staged.{name}.{key}" for name in staged.STAGES for key in ("steps=3", "warmup_steps=1")), "staged.sparse.decay_steps=1")
-STAGED = (*TINY, "experiment=staged", *PLAN, "callbacks.checkpoint.every_n_steps=1", "callbacks.indexer_diagnostics.enabled=false")
+ONE_STAGE = tuple(o for o in TINY if not o.startswith("trainer.max_steps"))
+STAGED = (*ONE_STAGE, "experiment=staged", *PLAN, "callbacks.checkpoint.every_n_steps=1", "callbacks.indexer_diagnostics.enabled=false")
 FOLDERS = ("1_dense", "2_indexer_warmup", "3_sparse")
 
 
@@ -127,7 +128,10 @@ def test_the_folder_of_a_stage_resumes_like_any_run(workplace: Path) -> None:
     [
         (["teacher=none"], "teacher=none would train nothing"),
         (["trainer=ddp", "trainer.devices=2"], "a staged run is one process"),
-        (["staged.dense.steps=0"], "trainer.max_steps=0"),
+        (["staged.dense.steps=0"], "staged.dense.steps=0"),
+        (["trainer.max_steps=7"], "staged.NAME.KEY"),
+        (["scheduler=wsd"], "staged.NAME.KEY"),
+        (["stage=dense"], "staged.NAME.KEY"),
         (["staged.sparse.decay_steps=9"], "scheduler.decay_steps=9"),
         (["run_dir=text"], "is not empty"),
         (["run_dir=new", "ckpt_path=last"], "new"),

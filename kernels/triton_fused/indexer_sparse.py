@@ -161,15 +161,18 @@ def loss_kernel(
             tl.store(D_WEIGHTS + row * HI + head, (tl.sum(d_weight, 1) * grad).to(D_WEIGHTS.dtype.element_ty), mask=head < HI)
 
 
-def integer_unit(index_q: Tensor, index_w: Tensor, grad: Tensor) -> Tensor:
+def integer_unit(index_q: Tensor, index_w: Tensor, visible: Tensor, grad: Tensor) -> Tensor:
     """fp32 []: a power of two by which every contribution to d index_k can be multiplied so that no sum over all rows leaves int64.
 
-    A contribution is at most HI * max|w| * max|q| * |grad|, since |softmax - teacher| <= 1.
+    A contribution is at most HI * max|w| * max|q| * |grad|, since |softmax - teacher| <= 1. Rows that see no entry do not count. NaN where an input
+    is not finite, which the result then shows.
     """
     rows, heads = index_w.shape
-    largest = index_w.abs().amax().double() * index_q.abs().amax().double() * grad.abs().double() * (heads * max(1, rows))
+    sees = visible > 0
+    q, w = (torch.where(sees, t.flatten(1).abs().amax(1), 0).amax().double() for t in (index_q, index_w))
+    largest = w * q * grad.abs().double() * (heads * max(1, rows))
     exponent = torch.floor(torch.log2(2.0**62 / largest.clamp(min=2.0**-60)))
-    return torch.exp2(exponent.clamp(-126, 126)).float()
+    return torch.where(torch.isfinite(largest), torch.exp2(exponent.clamp(-126, 126)), float("nan")).float()
 
 
 @dataclass(frozen=True)
@@ -212,7 +215,7 @@ def sparse_loss(
     unit = kl
     if grad is not None:
         deterministic = deterministic and rows > 0 and index_q.numel() > 0
-        unit = integer_unit(index_q, index_w, grad) if deterministic else grad
+        unit = integer_unit(index_q, index_w, visible, grad) if deterministic else grad
         sums = torch.zeros(index_k.shape, dtype=torch.int64 if deterministic else torch.float32, device=index_k.device)
     if rows == 0 or slots == 0 or index_k.shape[0] == 0:
         if grad is not None:

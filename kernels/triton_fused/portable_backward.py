@@ -105,20 +105,32 @@ def backward_kernel(
     tl.store(DQ + row_offset, dq.to(DQ.dtype.element_ty), mask=real)
 
 
-def fixed_point_step(grad_out: Tensor, q: Tensor, window_kv: Tensor, compressed_kv: Tensor | None, scale: float) -> Tensor:
+def fixed_point_step(
+    grad_out: Tensor, q: Tensor, window_kv: Tensor, compressed_kv: Tensor | None, bounds: RowBounds, plan: RowPlan, scale: float
+) -> Tensor:
     """fp32 [1]: the power of two whose multiples the deterministic form adds; NaN where an input is not finite, which the result then shows.
 
     With g, k, x the largest magnitudes of grad_out, keys and q: |dP| and |delta| are at most D g k, so that one contribution to a key is at most
-    B = H (g + 2 D g k |scale| x); R rows add to a key at most once each. The step is B R / 2^62 rounded up to a power of two.
+    B = H (g + 2 D g k |scale| x); R rows add to a key at most once each. The step is B R / 2^62 rounded up to a power of two. Padding and entries
+    that no row sees do not count, whatever stands there.
     """
     rows, heads, dim = q.shape
+    first, tokens = bounds.first_row, window_kv.shape[0]
 
-    def largest(tensor: Tensor | None) -> Tensor:
-        if tensor is None or tensor.numel() == 0:
-            return torch.zeros((), dtype=torch.float32, device=q.device)
-        return torch.linalg.vector_norm(tensor, float("inf"), dtype=torch.float32)
+    def largest(tensor: Tensor, counts: Tensor) -> Tensor:
+        if tensor.numel() == 0:
+            return torch.zeros((), dtype=torch.float64, device=q.device)
+        per_line = torch.linalg.vector_norm(tensor.flatten(1), float("inf"), dim=1, dtype=torch.float32)
+        return torch.where(counts, per_line, 0.0).amax().double()
 
-    g, x, k = largest(grad_out).double(), largest(q).double(), torch.maximum(largest(window_kv), largest(compressed_kv)).double()
+    token = torch.arange(first, first + rows, dtype=torch.int32, device=q.device)
+    in_window = plan.bounds[:, 0] <= token
+    reads = in_window | (plan.bounds[:, 3] > 0)
+    # what precedes the first row is no padding, which stands at the end; what follows the last row is not read
+    read_tokens = torch.cat([reads.any().expand(first), in_window, in_window.new_zeros(tokens - first - rows)])
+    g, x, k = largest(grad_out, reads), largest(q, reads), largest(window_kv, read_tokens)
+    if compressed_kv is not None:
+        k = torch.maximum(k, largest(compressed_kv, torch.arange(compressed_kv.shape[0], device=q.device) < plan.bounds[:, 2].amax()))
     bound = heads * g * (1 + 2 * dim * k * abs(scale) * x) * max(rows, 1)
     # a bound of 0 leaves nothing to add; any step will do. The floor keeps the step and its inverse in fp32's normal range
     step = torch.exp2(torch.ceil(torch.log2(bound.clamp(min=2.0**-60))) - 62)
@@ -149,7 +161,7 @@ def portable_backward(
     tiles = tiling or backward_tiling(heads, dim, q.dtype)
     head_blocks = triton.cdiv(heads, tiles.heads)
     teacher = torch.zeros(head_blocks, rows, slots, dtype=torch.float32, device=q.device) if emit_teacher else None
-    step = fixed_point_step(grad_out, q, window_kv, compressed_kv, scale) if deterministic else delta
+    step = fixed_point_step(grad_out, q, window_kv, compressed_kv, bounds, plan, scale) if deterministic and rows else delta
     if rows:
         backward_kernel[(rows * head_blocks,)](
             q,
@@ -184,7 +196,7 @@ def portable_backward(
             num_stages=tiles.stages,
         )
     if deterministic:
-        dkv = (dkv.double() * step.double()).float()
+        dkv = (dkv.double() * step.double()).float() if rows else dkv.float()
     if teacher is None:
         return dq, dkv, None
     return dq, dkv, teacher[0] if head_blocks == 1 else teacher.sum(0)

@@ -19,6 +19,7 @@ from kernels.triton_fused import dense_attention
 from kernels.triton_fused import portable_backward as backward_module
 from kernels.triton_fused.attend_backward import attend_backward
 from kernels.triton_fused.attend_forward import attend_forward
+from kernels.triton_fused.rows import RowBounds, RowPlan
 
 # The largest |difference| / |reference| in 2-norms. float32: some dozen roundings of 6e-8. Below it: P and dS are rounded before their products.
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
@@ -265,10 +266,22 @@ def test_deterministic_form_shows_inputs_that_are_not_finite(device) -> None:
     assert torch.isnan(d_window).any()
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("garbage", [math.nan, 1e30])
+def test_what_stands_in_padding_and_surplus_entries_does_not_matter(device, deterministic: bool, garbage: float) -> None:
+    problem = Problem((4, 0, 1, 9), 3, 16, 6, padding=2, device=device)
+    clean = problem.run(deterministic=deterministic)[1]
+    problem.q[-2:] = problem.window_kv[-2:] = problem.compressed_kv[-2:] = garbage
+    for got, expected in zip(problem.run(deterministic=deterministic)[1][:4], clean, strict=False):
+        assert torch.allclose(got, expected, rtol=1e-6, atol=1e-7)
+
+
 def test_step_of_the_deterministic_form_cannot_overflow() -> None:
     """All rows add the largest contribution that the inputs allow to one key, and the sum stays below 2^63."""
-    g, x, k = torch.full((1000, 2, 16), 3.0), torch.full((1000, 2, 16), 5.0), torch.full((4, 16), 7.0)
-    step = backward_module.fixed_point_step(g, x, k, None, 0.25)
+    g, x, k = torch.full((1000, 2, 16), 3.0), torch.full((1000, 2, 16), 5.0), torch.full((1000, 16), 7.0)
+    bounds = RowBounds.of(PackedLayout.from_lengths([1000]), 4, 8, False)
+    plan = RowPlan(torch.stack([bounds.window_start, *[torch.zeros_like(bounds.visible)] * 3], 1), torch.empty(0))
+    step = backward_module.fixed_point_step(g, x, k, None, bounds, plan, 0.25)
     contribution = 2 * (3.0 + 2 * 16 * 3.0 * 7.0 * 0.25 * 5.0)
     assert 2**61 <= 1000 * contribution / float(step) <= 2**62
     assert float(torch.log2(step)) == round(float(torch.log2(step)))

@@ -125,6 +125,10 @@ def test_integer_sums_give_the_same_gradient(device: str) -> None:
     plain, integer = (sparse_loss(*arguments, grad, deterministic)[1] for deterministic in (False, True))
     assert norm_error(integer.index_k, plain.index_k) < 1e-6
     assert torch.equal(integer.index_q, plain.index_q)
+    x.index_q[:3] = torch.nan  # rows that see no entry
+    assert torch.equal(sparse_loss(*arguments, grad, True)[1].index_k, integer.index_k)
+    x.index_q[8] = torch.nan  # a row that does
+    assert sparse_loss(*arguments, grad, True)[1].index_k.isnan().any()
 
 
 @pytest.mark.parametrize("sinks", [0.0, 200.0])

@@ -24,6 +24,7 @@ from kernels.flashmla.providers import Provider, find_provider
 from kernels.flashmla.rules import OTHER_BACKENDS, SM90, ArchitectureRules, padding_cost, rules_of
 from kernels.layout import PackedLayout
 from kernels.unfused.checks import check_entries, check_selection, check_sink, check_tensor, compute_dtype
+from kernels.unfused.select import check_indexer_inputs
 
 BACKWARDS = ("triton", "cudnn")
 _ANSWERS: dict[tuple[object, ...], Convention] = {}  # the probe asks once per process
@@ -188,6 +189,7 @@ class FlashMLABackend(Backend):
                 index_q, index_k, index_w, selected, q, window_kv, compressed_kv, sink, layout, ratio, window, scale, teacher, head_group
             )
         assert isinstance(selected, Tensor)
+        check_indexer_inputs(index_q, index_k, index_w, layout, ratio)
         call = self._call(q, window_kv, compressed_kv, selected, sink, layout, ratio, window, scale)
         scores = parts.known_scores(selected, index_q, index_k, index_w) if parts.known_scores is not None else None
         value = torch.zeros((), dtype=compute_dtype(q), device=q.device)

@@ -100,6 +100,15 @@ def test_the_teacher_follows_the_window_as_in_unfused() -> None:
     assert kl["flashmla", 1.5] - kl["flashmla", 0.0] == pytest.approx(moved, rel=1e-3)
 
 
+@pytest.mark.parametrize(("name", "message"), [("index_q", "index_q must have shape"), ("index_k", "needs"), ("index_w", "index_w must have shape")])
+def test_indexer_that_does_not_fit_the_layout_is_refused_before_a_kernel_reads_beyond_it(name: str, message: str) -> None:
+    case = layer()
+    selected = disturbed(case)
+    setattr(case, name, getattr(case, name)[:-1])
+    with pytest.raises(ValueError, match=message):
+        step(flashmla(), case, selected)
+
+
 @pytest.mark.parametrize("window", [0, 3])
 def test_window_only_and_hca_layers(window: int) -> None:
     """Ratios 0 and above 4: no entry, and every visible entry."""

@@ -105,8 +105,9 @@ def test_indexer_that_does_not_fit_the_layout_is_refused_before_a_kernel_reads_b
     case = layer()
     selected = disturbed(case)
     setattr(case, name, getattr(case, name)[:-1])
-    with pytest.raises(ValueError, match=message):
-        step(flashmla(), case, selected)
+    case.require_grad()
+    with pytest.raises(ValueError, match=message):  # in the forward: the backward that follows is a kernel's
+        flashmla().attend_with_indexer_loss(*case.index, selected, *case.attention, *case.tail)
 
 
 @pytest.mark.parametrize("window", [0, 3])

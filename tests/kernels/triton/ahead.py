@@ -34,7 +34,7 @@ def launch_all(index_heads: int, index_dim: int, heads: int, dim: int, topk: int
     indexer = (index_q, index_k, index_w)
     scores = zeros(tokens, entries)
     write_scores(*indexer, start, visible, scores, 0, tokens)
-    _take_chunk(scores, ids, zeros(tokens, topk), start, visible, 0, tokens, 1000)
+    _take_chunk(scores, ids, zeros(tokens, topk), start, visible, 0, tokens, 20000)  # every span of registers, and longer rows
     teacher = sparse_teacher(q, keys, ids, sink, lse, start, visible, 0.1)
     sparse_teacher(q, keys, ids, sink, None, start, visible, 0.1)
     sparse_loss(*indexer, ids, teacher, start, visible, zeros(), scores=zeros(tokens, topk))

@@ -273,7 +273,7 @@ def test_what_stands_in_padding_and_surplus_entries_does_not_matter(device, dete
     clean = problem.run(deterministic=deterministic)[1]
     problem.q[-2:] = problem.window_kv[-2:] = problem.compressed_kv[-2:] = garbage
     for got, expected in zip(problem.run(deterministic=deterministic)[1][:4], clean, strict=False):
-        assert torch.allclose(got, expected, rtol=1e-6, atol=1e-7)
+        assert torch.allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_step_of_the_deterministic_form_cannot_overflow() -> None:

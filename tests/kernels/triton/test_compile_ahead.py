@@ -19,17 +19,26 @@ ROOT = Path(__file__).parents[3]
 # A newer version is held to the values of the newest listed one.
 STACK_BYTES = {
     "3.6": {
+        ("published", "register_kernel"): 272,  # of the widest span
+        ("largest", "register_kernel"): 272,
         ("published", "loss_kernel"): 24,
         ("largest", "loss_kernel"): 64,
         ("largest", "teacher_kernel"): 16,
         ("largest", "key_gradient_kernel"): 16,
     },
-    "3.9": {("published", "loss_kernel"): 64, ("largest", "loss_kernel"): 104, ("largest", "key_gradient_kernel"): 32},
+    "3.9": {
+        ("published", "register_kernel"): 288,
+        ("largest", "register_kernel"): 288,
+        ("published", "loss_kernel"): 64,
+        ("largest", "loss_kernel"): 104,
+        ("largest", "key_gradient_kernel"): 32,
+    },
 }
 SHARED_LIMIT = 227 * 1024
 KERNELS = {
     "scores_kernel",
     "register_kernel",
+    "long_row_kernel",
     "teacher_kernel",
     "loss_kernel",
     "head_sum_kernel",
@@ -66,7 +75,7 @@ def test_no_kernel_spills_more_or_takes_more_shared_memory_than_there_is(compile
 
 def test_matrix_products_run_on_the_warp_group_unit_and_are_not_serialised(compiled: list[dict[str, Any]]) -> None:
     for r in compiled:
-        if r["geometry"] == "published" and r["kernel"] not in ("register_kernel", "row_kernel"):
+        if r["geometry"] == "published" and r["kernel"] not in ("register_kernel", "long_row_kernel", "row_kernel"):
             assert r["HGMMA"] > 0, r
             # a serialised kernel has an arrive and a wait around every single HGMMA, a pipelined one around a product of several
             assert r["WARPGROUP"] < r["HGMMA"], r

@@ -195,7 +195,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    max_steps: int = 350
+    max_steps: int = 300
     accelerator: str = "auto"
     devices: int | str = 1
     num_nodes: int = 1

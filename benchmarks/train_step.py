@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import RESULTS, provenance
-from kernels import Backend, Geometry, PackedLayout
+from kernels import Backend, BackendUnsupported, Geometry, PackedLayout
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 LENGTHS = (2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
@@ -62,10 +62,10 @@ class DenseTwin(Backend):
         return {"attend": f"scaled_dot_product_attention, PyTorch {torch.__version__}"}
 
     def select(self, *arguments: Any, **named: Any) -> Tensor:
-        raise NotImplementedError("the dense twin selects nothing")
+        raise BackendUnsupported("the dense twin selects nothing", "window-only layers, or another backend")
 
     def indexer_loss(self, *arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("the dense twin has no indexer")
+        raise BackendUnsupported("the dense twin has no indexer", "window-only layers, or another backend")
 
     def attend(
         self, q: Tensor, window_kv: Tensor, compressed_kv: Any, selected: Any, sink: Tensor, layout: PackedLayout, *rest: Any

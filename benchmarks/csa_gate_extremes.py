@@ -237,6 +237,17 @@ def operator_failures(x: Inputs, backend: Backend, checks: tuple[str, ...] = EVE
     return failures
 
 
+def no_window(backend: Backend, device: str) -> list[str]:
+    """A window of 0: the first rows of every document, and all rows where nothing is selected, read no key at all."""
+    failures = []
+    for heads, dim, indexer in ((64, 512, (64, 128)), (8, 64, (4, 32))):
+        x = random_inputs([300, 2, 81], 400, heads, dim, indexer, 24, 0, 4, BF16, device, 10)
+        chosen = backend.select(x.index_q, x.index_k, x.index_w, x.layout, 4, 24)
+        for name, ids in {"selected": chosen, "nothing": torch.full_like(chosen, -1), "all visible": ALL_VISIBLE}.items():
+            failures += [f"H={heads} {name}: {f}" for f in compare(backend, dataclasses.replace(x, selected=ids))]
+    return failures
+
+
 def small_heads_long(backend: Backend, device: str) -> list[str]:
     """Few small heads over 4,096 tokens with top-k 512: the shape of the small models, against float64."""
     x = random_inputs([3_000, 1_096], 4_096, 8, 64, (8, 64), 512, 128, 4, BF16, device, 9)
@@ -253,5 +264,6 @@ EXTREMES: dict[str, Callable[[Backend, str], list[str]]] = {
     "all sinks +200": sinks_of_200,
     "compressed mass 1e-30": tiny_compressed_mass,
     "deterministic": deterministic_runs,
+    "window of 0": no_window,
     "small heads, 4,096 tokens": small_heads_long,
 }

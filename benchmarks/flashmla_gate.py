@@ -88,8 +88,8 @@ def documents_alone(backend: Backend, device: str) -> list[str]:
             if deterministic:
                 exact, near = exact | near, {}
             failures += [f"document {number}: {name} differs" for name, (a, b) in exact.items() if not torch.equal(a, b)]
-            # gradients are rounded to bfloat16 after sums in another order: one unit in the last place where a sum sits on the edge
-            failures += [f"document {number}: {name} off by {norm_error(a, b):.1e}" for name, (a, b) in near.items() if norm_error(a, b) > 1e-4]
+            # sums in another order agree within 1e-6, but are then rounded to bfloat16: one unit in the last place for the few on the edge
+            failures += [f"document {number}: {name} off by {norm_error(a, b):.1e}" for name, (a, b) in near.items() if norm_error(a, b) > 4e-4]
             token, entry = token + length, entry + entries
         if norm_error(joint["d_sink"], sinks) > 1e-5:
             failures.append(f"d_sink off by {norm_error(joint['d_sink'], sinks):.1e}")

@@ -48,7 +48,11 @@ else:
 
 @gluon.jit
 def item_bounds(item, BOUNDS, first_row, window_tiles, HEAD_BLOCKS: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Item -> row, token, first window key, range of entries, range of key tiles (at least one, so that every item passes through all barriers)."""
+    """Item -> row, token, first window key, range of entries, range of key tiles (at least one, so that every item passes through all barriers).
+
+    The tile that a row without keys passes through is the one behind its window, never the one before: with a window of 0 that would be -1, and
+    the buffer index that callers make out of the tile's high bits would be negative too.
+    """
     row = item // HEAD_BLOCKS
     token = row + first_row
     window_start = gl.load(BOUNDS + row * 4)
@@ -57,7 +61,7 @@ def item_bounds(item, BOUNDS, first_row, window_tiles, HEAD_BLOCKS: gl.constexpr
     last_tile = window_tiles + (gl.load(BOUNDS + row * 4 + 3) + BLOCK_N - 1) // BLOCK_N
     in_window = gl.maximum(token + 1 - window_start, 0)
     first_tile = window_tiles - (in_window + BLOCK_N - 1) // BLOCK_N
-    return row, token, window_start, entry_start, entry_end, gl.minimum(first_tile, last_tile - 1), last_tile
+    return row, token, window_start, entry_start, entry_end, first_tile, gl.maximum(last_tile, first_tile + 1)
 
 
 @gluon.jit

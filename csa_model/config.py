@@ -102,7 +102,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class BackendConfig:
-    name: Literal["unfused", "triton", "flashmla", "auto"] = "unfused"
+    name: Literal["unfused", "triton", "flashmla", "auto"] = "auto"  # auto: triton where it can run, else unfused
     backward: Literal["triton", "cudnn"] = "triton"  # flashmla: who differentiates the attention
 
 

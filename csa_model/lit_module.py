@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from csa_model.backend_choice import choose_backend, compute_dtype, device_type
 from csa_model.config import ConfigError, ExperimentConfig, from_mapping
 from csa_model.data.batch import PackedBatch
 from csa_model.decoder import AttentionMode, Decoder, DecoderOutput
@@ -24,7 +25,7 @@ from csa_model.moe import SwiGLU, update_router_biases
 from csa_model.optimizers import build_optimizer
 from csa_model.run_dir import plain
 from csa_model.schedulers import build_scheduler
-from kernels import get_backend
+from kernels import Backend
 
 
 class CSALitModule(L.LightningModule):
@@ -39,7 +40,8 @@ class CSALitModule(L.LightningModule):
         self.config = config if isinstance(config, ExperimentConfig) else from_mapping(config)
         self.save_hyperparameters({"config": plain(self.config)})
         self.mode = AttentionMode.from_config(self.config.stage, self.config.teacher.name)
-        self.decoder = build_decoder(self.config, self.mode)
+        backend, self.backend_reason = choose_backend(self.config, self.mode)
+        self.decoder = build_decoder(self.config, self.mode, backend)
         freeze(self.decoder, self.config)
         if self.config.compile:
             compile_parts(self.decoder)
@@ -194,17 +196,10 @@ class ValidationSums:
         return {name: value.float() for name, value in metrics.items()}
 
 
-def build_decoder(config: ExperimentConfig, mode: AttentionMode) -> Decoder:
+def build_decoder(config: ExperimentConfig, mode: AttentionMode, backend: Backend | None = None) -> Decoder:
     """The decoder on its backend. Raises BackendUnsupported now rather than in the first step, for the device and precision of the trainer."""
-    name = resolve_backend(config)
-    choices = {"backward": config.backend.backward} if name == "flashmla" else {}
-    return Decoder(
-        config.model,
-        get_backend(name, **choices),
-        device_type=device_type(config),
-        dtype=torch.bfloat16 if config.trainer.precision == "bf16-mixed" else torch.float32,
-        mode=mode,
-    )
+    backend = backend or choose_backend(config, mode)[0]
+    return Decoder(config.model, backend, device_type=device_type(config), dtype=compute_dtype(config), mode=mode)
 
 
 def compile_parts(decoder: Decoder) -> None:
@@ -216,19 +211,6 @@ def compile_parts(decoder: Decoder) -> None:
     for module in decoder.modules():
         if isinstance(module, (RMSNorm, SwiGLU, HyperHead)):
             module.compile()
-
-
-def device_type(config: ExperimentConfig) -> str:
-    """Where trainer.accelerator will put the model on this machine: "cuda" or "cpu"."""
-    wants_gpu = config.trainer.accelerator in ("gpu", "cuda") or (config.trainer.accelerator == "auto" and torch.cuda.is_available())
-    return "cuda" if wants_gpu else "cpu"
-
-
-def resolve_backend(config: ExperimentConfig) -> str:
-    """The backend's name; `auto` means triton where the model will run on an NVIDIA GPU and unfused elsewhere."""
-    if config.backend.name != "auto":
-        return config.backend.name
-    return "triton" if device_type(config) == "cuda" else "unfused"
 
 
 def freeze(decoder: Decoder, config: ExperimentConfig) -> None:

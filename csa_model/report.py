@@ -70,7 +70,8 @@ def print_start(config: ExperimentConfig, run: RunDirectory, module: Any, data: 
         ("model", f"{model.name}, {parameters / 1e6:.2f}M parameters, {', '.join(parts) or 'plain pre-norm blocks'}"),
         ("layers", " ".join(kinds)),
         ("selection", f"top {'all' if model.index_topk is None else model.index_topk} compressed entries, window {model.sliding_window}"),
-        ("backend", f"{config.backend.name}: {_grouped(module.decoder.backend.describe())}"),
+        ("backend", f"{module.decoder.backend.name}: {_grouped(module.decoder.backend.describe())}"),
+        *([("backend=auto", f"chose {module.decoder.backend.name}: {module.backend_reason}")] if module.backend_reason else []),
         ("teacher", f"{config.teacher.name} x {config.teacher.coefficient:g}, stage {config.stage.name}"),
         ("data", f"{corpus.name}, {corpus.documents:,} documents, {corpus.tokens:,} tokens, sha256 {corpus.sha256[:12]}"),
         (
@@ -94,14 +95,14 @@ def _grouped(described: Mapping[str, str]) -> str:
 class Summary:
     """Collects what summary.json holds, whether the run ends well or not."""
 
-    def __init__(self, config: ExperimentConfig, run: RunDirectory, data: Any, initial_weights_sha256: str) -> None:
+    def __init__(self, config: ExperimentConfig, run: RunDirectory, data: Any, initial_weights_sha256: str, backend: str) -> None:
         self.config, self.run, self.corpus = config, run, data.corpus
         self.started = time.monotonic()
         self.facts: dict[str, Any] = {
             "status": "running",
             "arm": config.teacher.name,
             "stage": config.stage.name,
-            "backend": config.backend.name,
+            "backend": backend,
             "model": config.model.name,
             "seed": config.seed,
             "initial_weights_sha256": initial_weights_sha256,

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from csa_model import launch
+from csa_model.backend_choice import device_type
 from csa_model.config import ExperimentConfig
 from csa_model.console import number, print_table
 from csa_model.data.datamodule import CSADataModule
 from csa_model.decoder import AttentionMode, Decoder
-from csa_model.lit_module import build_decoder, device_type, load_initial_weights
+from csa_model.lit_module import build_decoder, load_initial_weights
 from csa_model.losses import cross_entropy_sum
 from csa_model.plots import BLUE, GREEN, GREY, ORANGE, read_curves
 

@@ -158,7 +158,7 @@ def _markdown(
     lines = [
         f"# Comparison of teachers: {', '.join(dict.fromkeys(run.arm for run in runs))}",
         "",
-        f"model {config.get('model.name')}, data {config.get('data.name')}, backend {config.get('backend.name')}, "
+        f"model {config.get('model.name')}, data {config.get('data.name')}, backend {runs[0].summary.get('backend')}, "
         f"stage {config.get('stage.name')}, {runs[0].steps} steps, top-k {config.get('model.index_topk')}.",
         "Paired by seed; corpus, initial weights, data order and config were checked to be equal.",
         "",

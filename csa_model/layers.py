@@ -73,6 +73,10 @@ class _RMSNorm(torch.autograd.Function):
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """RMS norm over the last axis in fp32, returned in the dtype of `x`. `weight` None: no scale (queries, semantics of the per-head norm)."""
+    if torch.compiler.is_compiling():  # it chooses by itself what to keep; and dynamo of torch 2.11 gives a Function that returns x.mul_(y) no gradient
+        normed = at_least_fp32(x)
+        normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + eps)
+        return (normed if weight is None else normed * weight).to(x.dtype)
     return _RMSNorm.apply(x, weight, eps)
 
 

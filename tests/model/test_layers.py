@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import Tensor, fx
 from torch.nn import functional as F
 
 from csa_model.layers import RMSNorm, linear_fp32, rms_norm
@@ -45,3 +47,24 @@ def test_fp32_linear_ignores_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(linear_fp32(x, weight), exact)
         assert F.linear(x, weight).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiler_sees_plain_operations_and_keeps_the_gradients(dtype: torch.dtype) -> None:
+    """With torch 2.11 the norm as a custom Function compiled in fp32, the dtype of its sums, got gradients of exactly 0."""
+    torch._dynamo.reset()
+    seen: list[str] = []
+
+    def record(graph: fx.GraphModule, inputs: list[Tensor]) -> fx.GraphModule:
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    start, probe, results = torch.randn(6, 8).to(dtype), torch.randn(6, 8).to(dtype), []
+    for compiled in (False, True):
+        norm, x = RMSNorm(8, 1e-6), start.clone().requires_grad_()
+        if compiled:
+            norm.compile(backend=record)
+        results.append(torch.autograd.grad(norm(x), (x, norm.weight), probe))
+    assert seen
+    assert not [name for name in seen if "autograd_function" in name]
+    torch.testing.assert_close(results[1], results[0])

@@ -54,6 +54,22 @@ def layer(tokens: int, heads: int, dim: int, topk: int, indexer: tuple[int, int]
     return x
 
 
+DETERMINISTIC_UP_TO = 16_384  # tokens; its cost is a factor that does not change beyond
+
+
+def deterministic(step: Callable[[], Any]) -> Callable[[], Any]:
+    """The step under torch.use_deterministic_algorithms: equal bits from run to run."""
+
+    def run() -> Any:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            return step()
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    return run
+
+
 class OurStep:
     """The step of backend=triton, as a training step calls it. `teacher` None: attention alone, without any indexer loss."""
 
@@ -169,6 +185,8 @@ def bench_shape(tokens: int, heads: int, dim: int, topk: int, with_peer: bool, p
     ours = step()
     paths: dict[str, Callable[[], Any]] = {"triton full_csa": step, "triton compressed_only": OurStep(x, "compressed_only")}
     paths["triton without indexer loss"] = OurStep(x, None)
+    if tokens <= DETERMINISTIC_UP_TO:
+        paths["triton full_csa, deterministic"] = deterministic(step)
     record: dict[str, Any] = {
         "tokens": tokens,
         "heads": heads,
@@ -197,6 +215,10 @@ def bench_shape(tokens: int, heads: int, dim: int, topk: int, with_peer: bool, p
     del ours
     record["peak_gib"] = {name: peak_gib(function) for name, function in paths.items()}
     record["step"] = measure(paths)
+    if "FlashMLA + cuDNN" in paths:
+        peer, own = (record["step"][name]["ms"] for name in ("FlashMLA + cuDNN", "triton full_csa"))
+        record["time_over_peer"] = own / peer
+        record["memory_over_peer"] = record["peak_gib"]["triton full_csa"] / record["peak_gib"]["FlashMLA + cuDNN"]
     if pieces:
         parts = our_pieces(x) | (peer_pieces(x, c) if "FlashMLA + cuDNN" in paths else {})
         record["pieces"] = measure(parts, 60)
@@ -214,6 +236,8 @@ def table(records: list[dict[str, Any]]) -> str:
             lines.append(f"    {name:34s} {time['ms']:9.3f} ms (spread {time['spread']:.1%})  peak {r['peak_gib'][name]:.3f} GiB")
         for name, time in r.get("pieces", {}).items():
             lines.append(f"        {name:38s} {time['ms']:9.3f} ms")
+        if "time_over_peer" in r:
+            lines.append(f"    of FlashMLA + cuDNN: {r['time_over_peer']:.2f}x the time, {r['memory_over_peer']:.2f}x the memory")
     return "\n".join(lines)
 
 

@@ -240,6 +240,7 @@ def run_task(number: int, name: str, backward: str, what: Any, device: str = "cu
         backend = backend_of(backward)
         result = check_case(backend, what, device, number) if isinstance(what, Case) else {"failures": what(backend, device), "errors": {}}
         result["failures"] = [failure for failure in result["failures"] if not within_foreign_limits(failure)]
+        torch.cuda.empty_cache()  # the card is shared: what a long case took, the other processes need
     except Exception as error:
         traceback.print_exc()
         result = {"failures": [f"{type(error).__name__}: {str(error).strip()[:300]}"], "errors": {}}

@@ -24,7 +24,7 @@ def provenance() -> dict[str, Any]:
         "load_average": [round(load, 1) for load in os.getloadavg()],
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "git_sha": _git("rev-parse", "HEAD"),
-        "git_dirty": bool(_git("status", "--porcelain", "--", "kernels", "benchmarks/*.py")),
+        "git_dirty": None if (changes := _git("status", "--porcelain", "--", "kernels", "benchmarks/*.py")) is None else bool(changes),
     }
 
 

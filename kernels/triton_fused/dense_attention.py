@@ -1,67 +1,82 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of few heads over a short row, in plain Triton: all visible entries under a bit mask.
+"""Attention of few heads where no list of ids is given, in plain Triton: the window, and every visible entry or none.
 
-One program: the heads of several consecutive query rows stacked to the 64 rows of a matrix instruction. They share every key tile, which the
-gathering form cannot; it pays for that with entries that nobody chose. Where every visible entry is read, nothing is wasted at any length.
-In the backward the stacked rows also share the additions to the gradient of the keys, which limit the gathering form.
+One program: the heads of several consecutive query rows stacked to the rows of a matrix instruction, which 16 heads alone leave three quarters empty.
+The rows share every key tile, and in the backward every addition to the gradient of the keys, which limit the gathering form. A row under a selection
+would share little and pay for entries that it did not choose: such rows are left to the gathering form (MEASURED.md has the times of both).
 
-Legend: R query rows, H heads, D head dim, K slots, C entries; M = rows of the tile: query by query, PAD_H heads each.
+What stands where nobody may read must not reach those who share a tile with it: 0 times NaN is NaN in a matrix product. So rows without any key
+and keys that no row of the tile reads are 0 from the load on.
+
+Legend: R query rows, H heads, D head dim, C entries; M = rows of the tile: query by query, PAD_H heads each.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton_fused.dense_mask import EntryBits, entry_bits, ranks_to_slots
 from kernels.triton_fused.rows import RowBounds, RowPlan
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-TILE = 64
 
 
 @triton.jit
-def tile_rows(BOUNDS, query, rows):
-    """Bounds of the queries of a tile, empty beyond the last row: window start, first entry, end of the entries."""
-    inside = query < rows
+def tile_rows(BOUNDS, rows, first_row, H: tl.constexpr, PAD_H: tl.constexpr, QUERIES: tl.constexpr):
+    """Per row of the tile: head, cell (query, head) of the tensors, is it one, and the keys it reads: [begin, end) of the tokens and of the entries."""
+    m = tl.arange(0, QUERIES * PAD_H)
+    head = m % PAD_H
+    query = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES + m // PAD_H  # long rows first
+    inside = (head < H) & (query < rows)
     at = BOUNDS + query.to(tl.int64) * 4
-    window_start = tl.load(at, mask=inside, other=2147483647)
-    return window_start, tl.load(at + 1, mask=inside, other=0), tl.load(at + 2, mask=inside, other=0)
+    window_begin = tl.load(at, mask=inside, other=2147483647)
+    entry_begin = tl.load(at + 1, mask=inside, other=0)
+    entry_end = tl.load(at + 2, mask=inside, other=0)
+    return head, query.to(tl.int64) * H + head, inside, window_begin, query + first_row + 1, entry_begin, entry_end
 
 
 @triton.jit
-def window_valid(key, token, window_start):
-    return (key[None, :] >= window_start[:, None]) & (key[None, :] <= token[:, None])
+def union(begin, end):
+    """[first, last) of all rows together, (0, 0) where none reads. It has no gap: the rows are neighbours, and so are the keys of two documents."""
+    last = tl.max(tl.where(end > begin, end, 0), 0)
+    return tl.min(tl.where(end > begin, begin, last), 0), last
 
 
 @triton.jit
-def entry_valid(entry, query, rows, first, end, BITS, words, SELECTED: tl.constexpr):
-    """bool [queries, keys]; `entry` begins at a multiple of 32."""
-    valid = (entry[None, :] >= first[:, None]) & (entry[None, :] < end[:, None])
-    if SELECTED:
-        at = query[:, None].to(tl.int64) * words + (entry // 32)[None, :]
-        word = tl.load(BITS + at, mask=valid & (query < rows)[:, None], other=0)
-        valid = valid & (((word >> (entry & 31)[None, :]) & 1) != 0)
-    return valid
-
-
-@triton.jit
-def per_head(flags, QUERIES: tl.constexpr, PAD_H: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[queries, keys] -> [M, keys]: the heads of a query share its keys."""
-    return tl.reshape(tl.broadcast_to(flags[:, None, :], (QUERIES, PAD_H, BLOCK_N)), (QUERIES * PAD_H, BLOCK_N))
-
-
-@triton.jit
-def forward_step(q, k, valid, top, total, acc, scale_log2, PRECISION: tl.constexpr):
-    s = tl.where(valid, tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2, float("-inf"))
-    new_top = tl.maximum(top, tl.max(s, 1))
-    shrink = tl.exp2(top - new_top)
-    p = tl.exp2(s - new_top[:, None])
-    acc = tl.dot(p.to(k.dtype), k, acc * shrink[:, None], input_precision=PRECISION)
-    return new_top, total * shrink + tl.sum(p, 1), acc
+def forward_over(
+    KEYS,
+    begin,
+    end,
+    q,
+    top,
+    total,
+    acc,
+    scale_log2,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Online softmax over the keys [begin, end) of each row."""
+    dim = tl.arange(0, BLOCK_D)
+    first, last = union(begin, end)
+    for start in range(first, last, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        k = tl.load(KEYS + key[:, None].to(tl.int64) * D + dim[None, :], mask=(key < last)[:, None] & (dim < D)[None, :], other=0.0)
+        reads = (key[None, :] >= begin[:, None]) & (key[None, :] < end[:, None])
+        s = tl.where(reads, tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2, float("-inf"))
+        new_top = tl.maximum(top, tl.max(s, 1))
+        shrink = tl.exp2(top - new_top)
+        p = tl.exp2(s - new_top[:, None])
+        total = total * shrink + tl.sum(p, 1)
+        acc = tl.dot(p.to(k.dtype), k, acc * shrink[:, None], input_precision=PRECISION)
+        top = new_top
+    return top, total, acc
 
 
 @triton.jit
@@ -71,12 +86,10 @@ def dense_forward_kernel(
     COMPRESSED_KV,
     SINK,
     BOUNDS,
-    BITS,
     OUT,
     LSE,
     rows,
     first_row,
-    words,
     scale_log2,
     H: tl.constexpr,
     PAD_H: tl.constexpr,
@@ -84,58 +97,61 @@ def dense_forward_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     QUERIES: tl.constexpr,
-    SELECTED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    M: tl.constexpr = QUERIES * PAD_H
-    query0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES  # long rows first
-    query = query0 + tl.arange(0, QUERIES)
-    token = query + first_row
-    m = tl.arange(0, M)
-    head = m % PAD_H
+    head, cell, inside, window_begin, window_end, entry_begin, entry_end = tile_rows(BOUNDS, rows, first_row, H, PAD_H, QUERIES)
     dim = tl.arange(0, BLOCK_D)
-    n = tl.arange(0, BLOCK_N)
-    inside = (head < H) & (query0 + m // PAD_H < rows)
-    cell = (query0 + m // PAD_H).to(tl.int64) * H + head
+    offset = cell[:, None] * D + dim[None, :]
     real = inside[:, None] & (dim < D)[None, :]
-    q = tl.load(Q + cell[:, None] * D + dim[None, :], mask=real, other=0.0)
-    window_start, first, end = tile_rows(BOUNDS, query, rows)
-    top = tl.full([M], -1.0e30, tl.float32)
-    total = tl.zeros([M], tl.float32)
-    acc = tl.zeros([M, BLOCK_D], tl.float32)
-    last_token = tl.minimum(query0 + QUERIES, rows) + first_row
-    for start in range(tl.min(window_start, 0), last_token, BLOCK_N):
-        key = start + n
-        offset = key[:, None].to(tl.int64) * D + dim[None, :]
-        k = tl.load(WINDOW_KV + offset, mask=(key < last_token)[:, None] & (dim < D)[None, :], other=0.0)
-        valid = per_head(window_valid(key, token, window_start), QUERIES, PAD_H, BLOCK_N)
-        top, total, acc = forward_step(q, k, valid, top, total, acc, scale_log2, PRECISION)
-    last_entry = tl.max(end, 0)
-    # never beyond the end: a pipelined loop looks some steps ahead of its start, which must not overflow
-    first_entry = tl.minimum(tl.min(tl.where(end > first, first, 2147483647), 0), last_entry)
-    for start in range(first_entry // BLOCK_N * BLOCK_N, last_entry, BLOCK_N):
-        entry = start + n
-        offset = entry[:, None].to(tl.int64) * D + dim[None, :]
-        k = tl.load(COMPRESSED_KV + offset, mask=(entry < last_entry)[:, None] & (dim < D)[None, :], other=0.0)
-        valid = per_head(entry_valid(entry, query, rows, first, end, BITS, words, SELECTED), QUERIES, PAD_H, BLOCK_N)
-        top, total, acc = forward_step(q, k, valid, top, total, acc, scale_log2, PRECISION)
+    q = tl.load(Q + offset, mask=real, other=0.0)  # what stands in a row stays in it: here a row without keys needs no care
+    top = tl.full([QUERIES * PAD_H], -1.0e30, tl.float32)
+    total = tl.zeros([QUERIES * PAD_H], tl.float32)
+    acc = tl.zeros([QUERIES * PAD_H, BLOCK_D], tl.float32)
+    top, total, acc = forward_over(WINDOW_KV, window_begin, window_end, q, top, total, acc, scale_log2, D, BLOCK_D, BLOCK_N, PRECISION)
+    top, total, acc = forward_over(COMPRESSED_KV, entry_begin, entry_end, q, top, total, acc, scale_log2, D, BLOCK_D, BLOCK_N, PRECISION)
     sink = tl.load(SINK + head, mask=head < H, other=0.0) * LOG2_E
     # a row without keys: 0 over 0 with a sink of -inf
     weight = tl.where(total > 0.0, 1.0 / (total + tl.exp2(sink - top)), 0.0)
-    tl.store(OUT + cell[:, None] * D + dim[None, :], (acc * weight[:, None]).to(OUT.dtype.element_ty), mask=real)
+    tl.store(OUT + offset, (acc * weight[:, None]).to(OUT.dtype.element_ty), mask=real)
     tl.store(LSE + cell, (top + tl.log2(total)) * LN_2, mask=inside)
 
 
 @triton.jit
-def backward_step(q, g, k, valid, z, delta, dq, scale_log2, scale, PRECISION: tl.constexpr):
-    """P in fp32, dq, and the gradient of the tile's keys [keys, D] in fp32."""
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    dp = tl.dot(g, tl.trans(k), input_precision=PRECISION)
-    p = tl.where(valid, tl.exp2(s * scale_log2 - z[:, None]), 0.0)
-    ds = (p * (dp - delta[:, None]) * scale).to(k.dtype)
-    dq = tl.dot(ds, k, dq, input_precision=PRECISION)
-    dk = tl.dot(tl.trans(p.to(k.dtype)), g, input_precision=PRECISION)
-    return p, dq, tl.dot(tl.trans(ds), q, dk, input_precision=PRECISION)
+def backward_over(
+    KEYS,
+    D_KEYS,
+    begin,
+    end,
+    q,
+    g,
+    z,
+    delta,
+    dq,
+    scale_log2,
+    scale,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Adds the gradient of the keys [begin, end) of each row to fp32 D_KEYS; returns dq with their part."""
+    dim = tl.arange(0, BLOCK_D)
+    first, last = union(begin, end)
+    for start in range(first, last, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        offset = key[:, None].to(tl.int64) * D + dim[None, :]
+        mask = (key < last)[:, None] & (dim < D)[None, :]
+        k = tl.load(KEYS + offset, mask=mask, other=0.0)
+        reads = (key[None, :] >= begin[:, None]) & (key[None, :] < end[:, None])
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        dp = tl.dot(g, tl.trans(k), input_precision=PRECISION)
+        p = tl.where(reads, tl.exp2(s * scale_log2 - z[:, None]), 0.0)
+        ds = (p * (dp - delta[:, None]) * scale).to(k.dtype)
+        dq = tl.dot(ds, k, dq, input_precision=PRECISION)
+        dk = tl.dot(tl.trans(p.to(k.dtype)), g, input_precision=PRECISION)
+        dk = tl.dot(tl.trans(ds), q, dk, input_precision=PRECISION)
+        tl.atomic_add(D_KEYS + offset, dk, mask=mask, sem="relaxed")
+    return dq
 
 
 @triton.jit
@@ -147,16 +163,11 @@ def dense_backward_kernel(
     Z_LOG2,
     DELTA,
     BOUNDS,
-    BITS,
-    BELOW,
     DQ,
-    DKV,
-    RANKED,
+    D_WINDOW,
+    D_ENTRIES,
     rows,
     first_row,
-    tokens,
-    K,
-    words,
     scale_log2,
     scale,
     H: tl.constexpr,
@@ -165,108 +176,71 @@ def dense_backward_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     QUERIES: tl.constexpr,
-    SELECTED: tl.constexpr,
-    EMIT_TEACHER: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    M: tl.constexpr = QUERIES * PAD_H
-    query0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
-    query = query0 + tl.arange(0, QUERIES)
-    token = query + first_row
-    m = tl.arange(0, M)
-    head = m % PAD_H
+    _, cell, inside, window_begin, window_end, entry_begin, entry_end = tile_rows(BOUNDS, rows, first_row, H, PAD_H, QUERIES)
     dim = tl.arange(0, BLOCK_D)
-    n = tl.arange(0, BLOCK_N)
-    inside = (head < H) & (query0 + m // PAD_H < rows)
-    cell = (query0 + m // PAD_H).to(tl.int64) * H + head
-    real = inside[:, None] & (dim < D)[None, :]
-    q = tl.load(Q + cell[:, None] * D + dim[None, :], mask=real, other=0.0)
-    g = tl.load(GRAD_OUT + cell[:, None] * D + dim[None, :], mask=real, other=0.0)
-    # padded heads: a denominator of +inf makes their P exactly 0
-    z = tl.load(Z_LOG2 + cell, mask=inside, other=float("inf"))
-    delta = tl.load(DELTA + cell, mask=inside, other=0.0)
-    window_start, first, end = tile_rows(BOUNDS, query, rows)
-    dq = tl.zeros([M, BLOCK_D], tl.float32)
-    last_token = tl.minimum(query0 + QUERIES, rows) + first_row
-    for start in range(tl.min(window_start, 0), last_token, BLOCK_N):
-        key = start + n
-        offset = key[:, None].to(tl.int64) * D + dim[None, :]
-        chosen = window_valid(key, token, window_start)
-        k = tl.load(WINDOW_KV + offset, mask=(key < last_token)[:, None] & (dim < D)[None, :], other=0.0)
-        p, dq, dk = backward_step(q, g, k, per_head(chosen, QUERIES, PAD_H, BLOCK_N), z, delta, dq, scale_log2, scale, PRECISION)
-        used = tl.max(chosen.to(tl.int32), 0) > 0
-        tl.atomic_add(DKV + offset, dk, mask=used[:, None] & (dim < D)[None, :], sem="relaxed")
-    last_entry = tl.max(end, 0)
-    # never beyond the end: a pipelined loop looks some steps ahead of its start, which must not overflow
-    first_entry = tl.minimum(tl.min(tl.where(end > first, first, 2147483647), 0), last_entry)
-    for start in range(first_entry // BLOCK_N * BLOCK_N, last_entry, BLOCK_N):
-        entry = start + n
-        offset = entry[:, None].to(tl.int64) * D + dim[None, :]
-        chosen = entry_valid(entry, query, rows, first, end, BITS, words, SELECTED)
-        k = tl.load(COMPRESSED_KV + offset, mask=(entry < last_entry)[:, None] & (dim < D)[None, :], other=0.0)
-        p, dq, dk = backward_step(q, g, k, per_head(chosen, QUERIES, PAD_H, BLOCK_N), z, delta, dq, scale_log2, scale, PRECISION)
-        if EMIT_TEACHER:
-            before = tl.load(BELOW + query.to(tl.int64) * words + start // 32, mask=query < rows, other=0)
-            flags = chosen.to(tl.int32)
-            rank = before[:, None] + tl.cumsum(flags, 1) - flags
-            head_sum = tl.sum(tl.reshape(p, (QUERIES, PAD_H, BLOCK_N)), 1)
-            tl.store(RANKED + query[:, None].to(tl.int64) * K + rank, head_sum, mask=chosen)
-        used = tl.max(chosen.to(tl.int32), 0) > 0
-        shifted = offset + tl.where(entry >= 0, tokens, 0)[:, None].to(tl.int64) * D  # a tensor also where `tokens` is specialised to 1
-        tl.atomic_add(DKV + shifted, dk, mask=used[:, None] & (dim < D)[None, :], sem="relaxed")
-    tl.store(DQ + cell[:, None] * D + dim[None, :], dq.to(DQ.dtype.element_ty), mask=real)
+    offset = cell[:, None] * D + dim[None, :]
+    # the gradient of a key sums over the rows: one without keys must not bring a NaN into it, neither from q nor from its gradient nor from delta
+    has_keys = inside & ((window_end > window_begin) | (entry_end > entry_begin))
+    real = has_keys[:, None] & (dim < D)[None, :]
+    q = tl.load(Q + offset, mask=real, other=0.0)
+    g = tl.load(GRAD_OUT + offset, mask=real, other=0.0)
+    z = tl.load(Z_LOG2 + cell, mask=has_keys, other=0.0)
+    delta = tl.load(DELTA + cell, mask=has_keys, other=0.0)
+    dq = tl.zeros([QUERIES * PAD_H, BLOCK_D], tl.float32)
+    dq = backward_over(
+        WINDOW_KV, D_WINDOW, window_begin, window_end, q, g, z, delta, dq, scale_log2, scale, D, BLOCK_D, BLOCK_N, PRECISION
+    )
+    dq = backward_over(
+        COMPRESSED_KV, D_ENTRIES, entry_begin, entry_end, q, g, z, delta, dq, scale_log2, scale, D, BLOCK_D, BLOCK_N, PRECISION
+    )
+    tl.store(DQ + offset, dq.to(DQ.dtype.element_ty), mask=inside[:, None] & (dim < D)[None, :])
 
 
-# Off: the interpreter has checked the mathematics of this form, no GPU its speed. The GPU tests of the attention switch it on by themselves.
-CHOSEN_BY_ITSELF = False
+def prefers_dense(heads: int, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether this form is the faster one where no ids are given: few heads, of a dtype whose matrix instructions they would leave empty."""
+    return heads <= 32 and head_dim <= 128 and dtype != torch.float32
 
 
-def prefers_dense(heads: int, head_dim: int, dtype: torch.dtype, slots: int | None, entries: int) -> bool:
-    """Whether this form is the faster one: few heads, and no more entries than a few times the slots of a row (slots None: all are read)."""
-    return CHOSEN_BY_ITSELF and heads <= 32 and head_dim <= 128 and dtype != torch.float32 and (slots is None or entries <= 4 * slots)
-
-
-def _shape(heads: int, dim: int) -> dict[str, int]:
+def _launch(heads: int, dim: int, dtype: torch.dtype, warps: int, stages: int) -> dict[str, Any]:
+    """Constants and options of a launch: 64 stacked rows, 64 keys."""
     pad = triton.next_power_of_2(heads)
-    return {"H": heads, "PAD_H": pad, "D": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim)), "BLOCK_N": TILE, "QUERIES": max(1, TILE // pad)}
+    return {
+        "H": heads,
+        "PAD_H": pad,
+        "D": dim,
+        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
+        "BLOCK_N": 64,
+        "QUERIES": max(1, 64 // pad),
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",  # tf32 keeps 10 bits of a float32
+        "num_warps": warps,
+        "num_stages": stages,
+    }
 
 
 def dense_forward(
-    q: Tensor,
-    window_kv: Tensor,
-    compressed_kv: Tensor | None,
-    selected: Tensor | None,
-    sink: Tensor,
-    bounds: RowBounds,
-    plan: RowPlan,
-    scale: float,
+    q: Tensor, window_kv: Tensor, compressed_kv: Tensor | None, sink: Tensor, bounds: RowBounds, plan: RowPlan, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """As portable_forward."""
+    """As portable_forward without ids."""
     rows, heads, dim = q.shape
     out = torch.empty_like(q)
     lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
     if rows == 0:
         return out, lse
-    bits = None if selected is None or compressed_kv is None else entry_bits(selected, plan, compressed_kv.shape[0], False).bits
-    shape = _shape(heads, dim)
-    dense_forward_kernel[(triton.cdiv(rows, shape["QUERIES"]),)](
+    launch = _launch(heads, dim, q.dtype, warps=4, stages=3)
+    dense_forward_kernel[(triton.cdiv(rows, launch["QUERIES"]),)](
         q,
         window_kv,
         window_kv if compressed_kv is None else compressed_kv,
         sink,
         plan.bounds,
-        plan.bounds if bits is None else bits,
         out,
         lse,
         rows,
         bounds.first_row,
-        0 if bits is None else bits.shape[1],
         scale * LOG2_E.value,
-        **shape,
-        SELECTED=bits is not None,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=4,
-        num_stages=3,
+        **launch,
     )
     return out, lse
 
@@ -283,44 +257,32 @@ def dense_backward(
     plan: RowPlan,
     scale: float,
     emit_teacher: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As portable_backward, not deterministic."""
+) -> tuple[Tensor, Tensor, None]:
+    """As portable_backward without ids, and so without a teacher; not deterministic: the additions to the gradient of the keys have no fixed order."""
+    assert selected is None
+    assert not emit_teacher
     rows, heads, dim = q.shape
     tokens, entries = window_kv.shape[0], 0 if compressed_kv is None else compressed_kv.shape[0]
     dq = torch.empty_like(q)
     dkv = torch.zeros(tokens + entries, dim, dtype=torch.float32, device=q.device)
-    emit = emit_teacher and selected is not None
-    bits: EntryBits | None = None if selected is None or entries == 0 else entry_bits(selected, plan, entries, emit)
-    ranked = torch.empty(selected.shape, dtype=torch.float32, device=q.device) if emit and selected is not None else None
-    shape = _shape(heads, dim)
-    if rows:
-        dense_backward_kernel[(triton.cdiv(rows, shape["QUERIES"]),)](
-            q,
-            grad_out,
-            window_kv,
-            window_kv if compressed_kv is None else compressed_kv,
-            z_log2,
-            delta,
-            plan.bounds,
-            plan.bounds if bits is None else bits.bits,
-            plan.bounds if bits is None else bits.below,
-            dq,
-            dkv,
-            delta if ranked is None else ranked,
-            rows,
-            bounds.first_row,
-            tokens,
-            0 if selected is None else selected.shape[1],
-            0 if bits is None else bits.bits.shape[1],
-            scale * LOG2_E.value,
-            scale,
-            **shape,
-            SELECTED=bits is not None,
-            EMIT_TEACHER=ranked is not None and bits is not None,
-            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-            num_warps=4 if shape["BLOCK_D"] <= 64 else 8,
-            num_stages=2,
-        )
-    if ranked is None or selected is None or bits is None:
-        return dq, dkv, None if ranked is None else torch.zeros_like(ranked)
-    return dq, dkv, ranks_to_slots(ranked, selected, plan, bits)
+    if rows == 0:
+        return dq, dkv, None
+    launch = _launch(heads, dim, q.dtype, warps=4 if dim <= 64 else 8, stages=2)
+    dense_backward_kernel[(triton.cdiv(rows, launch["QUERIES"]),)](
+        q,
+        grad_out,
+        window_kv,
+        window_kv if compressed_kv is None else compressed_kv,
+        z_log2,
+        delta,
+        plan.bounds,
+        dq,
+        dkv,
+        dkv[tokens:] if entries else dkv,
+        rows,
+        bounds.first_row,
+        scale * LOG2_E.value,
+        scale,
+        **launch,
+    )
+    return dq, dkv, None

@@ -13,15 +13,13 @@ Legend: T tokens, n streams.
 
 from __future__ import annotations
 
-from typing import Any
+from math import isqrt
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from kernels.triton_fused.ops import on_device_of
 from kernels.triton_fused.rounding import ceil_div
 
 STREAMS: tuple[int, ...] = (1, 2, 4, 8)
@@ -156,56 +154,39 @@ def _sizes(streams: int, iterations: int) -> dict[str, int]:
     return {"N": streams, "STEPS": 2 * iterations - 1, "BLOCK_T": max(1, 32 // streams**2), "num_warps": 1}
 
 
-class _HyperMaps(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, mix: Tensor, scale: Tensor, base: Tensor, n: int, iterations: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        mix, scale, base = mix.contiguous(), scale.contiguous(), base.contiguous()
-        ctx.save_for_backward(mix, scale, base)
-        ctx.sizes, ctx.eps = _sizes(n, iterations), eps
-        tokens = mix.shape[0]
-        read, write, comb = (torch.empty(tokens, *shape, dtype=mix.dtype, device=mix.device) for shape in ((n,), (n,), (n, n)))
-        if tokens:
-            with on_device_of(mix):
-                hyper_maps_kernel[(ceil_div(tokens, ctx.sizes["BLOCK_T"]),)](mix, scale, base, read, write, comb, tokens, eps, **ctx.sizes)
-        return read, write, comb
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_read: Tensor, d_write: Tensor, d_comb: Tensor) -> tuple[Tensor | None, ...]:
-        mix, scale, base = ctx.saved_tensors
-        d_mix, d_scale, d_base = torch.empty_like(mix), torch.empty_like(scale), torch.empty_like(base)
-        tokens, n = mix.shape[0], ctx.sizes["N"]
-        if tokens == 0:
-            return d_mix, d_scale.zero_(), d_base.zero_(), None, None, None
-        blocks = ceil_div(tokens, ctx.sizes["BLOCK_T"])
-        programs = min(blocks, PROGRAMS)
-        partial = torch.empty(programs, 2, mix.shape[1], dtype=mix.dtype, device=mix.device)
-        grads = (d_read.contiguous(), d_write.contiguous(), d_comb.contiguous())
-        with on_device_of(mix):
-            hyper_maps_backward_kernel[(programs,)](mix, scale, base, *grads, d_mix, partial, tokens, blocks, ctx.eps, **ctx.sizes)
-            block_r = 4 if n == 1 else 2 * n * n  # at least n (2 + n)
-            add_partials_kernel[(1,)](partial, d_scale, d_base, programs, N=n, BLOCK_P=max(1, 2048 // block_r), BLOCK_R=block_r, num_warps=8)
-        return d_mix, d_scale, d_base, None, None, None
-
-
-def hyper_maps(mix: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """read [T, n], write [T, n] and comb [T, n, n] (source stream first), all fp32.
+def maps_forward(mix: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """read [T, n], write [T, n] and comb [T, n, n] (source stream first), all fp32. Launches on the current device.
 
     Args:
-        mix: float32 [T, n (2 + n)], n one of 1, 2, 4, 8. scale: float32 [3]. base: float32 [n (2 + n)].
+        mix: float32 [T, n (2 + n)], n one of 1, 2, 4, 8. scale: float32 [3]. base: float32 [n (2 + n)]. All contiguous.
         iterations: row and column normalisations, 1 or more; the softmax is the first one's rows.
-
-    Raises:
-        ValueError: shapes, dtypes or a number of streams that the kernels do not take.
     """
-    streams = {n * (2 + n): n for n in STREAMS}
-    if mix.dim() != 2 or mix.shape[1] not in streams:
-        raise ValueError(f"mix must be [T, n (2 + n)] for n of {', '.join(map(str, STREAMS))} streams, got {list(mix.shape)}")
-    if scale.shape != (3,) or base.shape != mix.shape[1:]:
-        raise ValueError(f"scale must be [3] and base [{mix.shape[1]}], got {list(scale.shape)} and {list(base.shape)}")
-    if {mix.dtype, scale.dtype, base.dtype} != {torch.float32}:
-        raise ValueError(f"mix, scale and base must be float32, got {mix.dtype}, {scale.dtype} and {base.dtype}")
-    if iterations < 1:
-        raise ValueError(f"iterations must be 1 or more, got {iterations}")
-    maps: tuple[Tensor, Tensor, Tensor] = _HyperMaps.apply(mix, scale, base, streams[mix.shape[1]], iterations, eps)
-    return maps
+    tokens, n = mix.shape[0], _streams(mix)
+    sizes = _sizes(n, iterations)
+    read, write, comb = (torch.empty(tokens, *shape, dtype=mix.dtype, device=mix.device) for shape in ((n,), (n,), (n, n)))
+    if tokens:
+        hyper_maps_kernel[(ceil_div(tokens, sizes["BLOCK_T"]),)](mix, scale, base, read, write, comb, tokens, eps, **sizes)
+    return read, write, comb
+
+
+def maps_backward(
+    mix: Tensor, scale: Tensor, base: Tensor, d_read: Tensor, d_write: Tensor, d_comb: Tensor, iterations: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """d_mix, d_scale and d_base from the gradients of what `maps_forward` returns, all fp32 and contiguous. Sums in a fixed order."""
+    d_mix, d_scale, d_base = torch.empty_like(mix), torch.empty_like(scale), torch.empty_like(base)
+    tokens, n = mix.shape[0], _streams(mix)
+    if tokens == 0:
+        return d_mix, d_scale.zero_(), d_base.zero_()
+    sizes = _sizes(n, iterations)
+    blocks = ceil_div(tokens, sizes["BLOCK_T"])
+    programs = min(blocks, PROGRAMS)
+    partial = torch.empty(programs, 2, mix.shape[1], dtype=mix.dtype, device=mix.device)
+    hyper_maps_backward_kernel[(programs,)](mix, scale, base, d_read, d_write, d_comb, d_mix, partial, tokens, blocks, eps, **sizes)
+    block_r = 4 if n == 1 else 2 * n * n  # at least n (2 + n)
+    add_partials_kernel[(1,)](partial, d_scale, d_base, programs, N=n, BLOCK_P=max(1, 2048 // block_r), BLOCK_R=block_r, num_warps=8)
+    return d_mix, d_scale, d_base
+
+
+def _streams(mix: Tensor) -> int:
+    """n of n (2 + n) columns."""
+    return isqrt(mix.shape[1] + 1) - 1

@@ -89,7 +89,7 @@ def main(arguments: list[str]) -> None:
         given = overrides.check_arguments(arguments, CONFIGS)
         sys.argv[1:] = overrides.flags_first([*resume.overrides_of_run(given), *arguments])
         overrides.register_job_names([o.key_or_group for o in given if o.is_sweep_override()])
-        with run_dir.naming_the_sweep_folder():
+        with run_dir.naming_the_sweep_folder(), overrides.naming_owners_of_missing_keys(CONFIGS):
             job()
 
 

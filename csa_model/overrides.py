@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import re
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
+from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import OmegaConf
 
 from csa_model.config import ConfigError, ExperimentConfig
@@ -100,6 +101,35 @@ def _check_override(override: Override, config_dir: Path) -> None:
             raise ConfigError(f"unknown key '{key}' in {override.input_line}{_hint(name, legal)}; legal keys of {where}: {', '.join(legal)}")
         current = typing.get_type_hints(current).get(name)
         walked.append(name)
+
+
+@contextlib.contextmanager
+def naming_owners_of_missing_keys(config_dir: Path) -> Iterator[None]:
+    """Where Hydra refuses a key because the chosen options do not have it, a ConfigError names the options that do."""
+    try:
+        yield
+    except ConfigCompositionException as error:
+        found = re.search(r"Could not override '([\w.]+)'", str(error))
+        owners = _owners(found[1], config_dir) if found else []
+        if found is None or not owners:
+            raise
+        text = f"{found[1]} is no setting of the options chosen here; it belongs to {' or '.join(owners)}. Choose that too, or leave it out"
+        raise ConfigError(text) from None
+
+
+def _owners(key: str, config_dir: Path) -> list[str]:
+    section, *rest = key.split(".")
+    own = [f"{section}={f.stem}" for f in sorted((config_dir / section).glob("*.yaml")) if _has_key(OmegaConf.load(f), rest)]
+    presets = sorted((config_dir / "experiment").glob("*.yaml"))
+    return own + [f"experiment={f.stem}" for f in presets if _has_key(OmegaConf.load(f), [section, *rest])]
+
+
+def _has_key(config: typing.Any, path: Sequence[str]) -> bool:
+    for name in path:
+        if not OmegaConf.is_dict(config) or name not in config:
+            return False
+        config = config[name]
+    return bool(path)
 
 
 def _choices(override: Override) -> list[str]:

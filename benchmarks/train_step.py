@@ -6,8 +6,8 @@
     python -m benchmarks.train_step --device cpu --model nano --tokens 256 --paths unfused dense    # tries the command out, writes nothing
 
 Paths: `unfused` and `triton` are the backends; `dense` is the dense-attention twin: the same decoder without compressors and indexers, whose every
-attention layer is PyTorch's scaled_dot_product_attention over all tokens. One step: forward, losses, backward, optimizer; one document per row,
-random tokens, bf16 autocast on a GPU. Each point runs in a process of its own, so that memory is its own. Writes
+attention layer is PyTorch's scaled_dot_product_attention over all tokens; on a GPU it has the fused row operations of `triton`. One step: forward,
+losses, backward, optimizer; one document per row, random tokens, bf16 autocast on a GPU. Each point runs in a process of its own, so that memory is its own. Writes
 benchmarks/results/train_step_<model>_<card>.json and .png with the crossover; short lengths where sparse attention loses are shown as they are.
 """
 
@@ -30,7 +30,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import RESULTS, provenance
-from kernels import Backend, BackendUnsupported, Geometry, PackedLayout
+from kernels import Backend, BackendUnsupported, Geometry, PackedLayout, get_backend
+from kernels.backend import RowOperations
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 LENGTHS = (2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
@@ -53,10 +54,21 @@ class DenseTwin(Backend):
 
     name = "dense"
 
+    def __init__(self) -> None:
+        self._rows: RowOperations | None = None
+
     def require(self, geometry: Geometry) -> None:
-        """Any geometry of window-only layers."""
+        """Any geometry of window-only layers; on a GPU one whose row operations the triton backend fuses."""
         if any(geometry.ratios):
             raise ValueError(f"the dense twin has no compressed layers, got ratios {geometry.ratios}")
+        if geometry.device_type == "cuda":
+            triton = get_backend("triton")
+            triton.require(geometry)
+            self._rows = triton.row_operations()
+
+    def row_operations(self) -> RowOperations | None:
+        """Those of backend=triton on a GPU, so that the twins differ in their attention alone."""
+        return self._rows
 
     def describe(self) -> dict[str, str]:
         return {"attend": f"scaled_dot_product_attention, PyTorch {torch.__version__}"}
@@ -112,7 +124,6 @@ def build_step(model: str, path: str, tokens: int, device: str) -> Callable[[], 
     from csa_model.decoder import AttentionMode, Decoder
     from csa_model.losses import total_loss
     from csa_model.optimizers import build_optimizer
-    from kernels import get_backend
 
     config = load_config(model, path, tokens, device)
     torch.manual_seed(0)
@@ -154,7 +165,7 @@ def time_step(step: Callable[[], Tensor], device: str, repeats: int) -> list[flo
 
 
 def profile_step(step: Callable[[], Tensor]) -> dict[str, Any]:
-    """Milliseconds on the GPU of one step by part, the longest kernels, and how much of the wall time the GPU was busy."""
+    """Milliseconds on the GPU of one step by part, how many kernels, copies and fills it launched, and which took longest."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
@@ -175,7 +186,9 @@ def profile_step(step: Callable[[], Tensor]) -> dict[str, Any]:
         kernels.append({"kernel": event.key[:120], "calls": event.count, "ms": round(milliseconds, 3)})
     kernels.sort(key=lambda kernel: -kernel["ms"])
     ordered = dict(sorted(parts.items(), key=lambda part: -part[1]))
-    return {"parts_ms": ordered, "longest": kernels[:25], "gpu_ms": sum(parts.values()), "wall_ms_with_profiler": wall * 1e3}
+    launches = sum(kernel["calls"] for kernel in kernels)
+    gpu_ms = sum(parts.values())
+    return {"parts_ms": ordered, "longest": kernels[:25], "gpu_ms": gpu_ms, "launches": launches, "wall_ms_with_profiler": wall * 1e3}
 
 
 def measure_point(model: str, path: str, tokens: int, device: str, repeats: int, with_profile: bool) -> dict[str, Any]:
@@ -193,6 +206,7 @@ def measure_point(model: str, path: str, tokens: int, device: str, repeats: int,
             if with_profile:
                 record["profile"] = profile_step(step)
                 record["gpu_busy"] = record["profile"]["gpu_ms"] / record["step_ms"]
+                record["host_bound"] = max(0.0, 1.0 - record["gpu_busy"])  # share of the step in which the GPU waits for the host
     except torch.OutOfMemoryError as error:
         record["failed"] = f"out of memory: {str(error).splitlines()[0][:160]}"
     return record
@@ -268,7 +282,8 @@ def main() -> int:
             told = record.get("failed") or f"{record['tokens_per_second']:12,.0f} tokens/s  {record['step_ms']:9.1f} ms  peak {memory}"
             print(f"{args.model} T={tokens:6d} {path:8s} {told}", flush=True)
             if "profile" in record:
-                print("    " + ", ".join(f"{part} {ms:.1f} ms" for part, ms in record["profile"]["parts_ms"].items()), flush=True)
+                print(f"    {record['profile']['launches']:,} launches on the GPU, which waits {record['host_bound']:.0%} of the step: ", end="")
+                print(", ".join(f"{part} {ms:.1f} ms" for part, ms in record["profile"]["parts_ms"].items()), flush=True)
     result = provenance() | {"git_sha": os.environ.get("CSA_GIT_SHA") or provenance()["git_sha"], "model": args.model, "points": records}
     result["crossover_tokens"] = {path: crossover(records, path) for path in args.paths if path != "dense" and "dense" in args.paths}
     print(f"faster than the dense twin from: {result['crossover_tokens']}")

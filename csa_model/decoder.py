@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from csa_model.attention import Attention, AttentionMode, CapturedLayer, IndexerRecord
 from csa_model.config import INDEXED_RATIO, ConfigError, ModelConfig
 from csa_model.hyper_connections import HyperHead
-from csa_model.layers import Linear, RMSNorm, activation_dtype, linear_fp32
+from csa_model.layers import Linear, RMSNorm, activation_dtype, linear_rounded
 from csa_model.moe import RouterRecord
 from csa_model.mtp import Block, BlockOutput, MTPBlock
 from csa_model.row import RotaryTables, Row
@@ -102,8 +102,12 @@ class Decoder(nn.Module):
         return output
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits fp32 [T', V] of hidden [T', d]; the product runs in fp32, also under autocast."""
-        return linear_fp32(hidden, self.head.weight)
+        """Logits fp32 [T', V] of hidden [T', d].
+
+        Under autocast both operands are rounded to its dtype (released checkpoints hold the head in bf16); the product is summed in fp32 and the
+        logits are never rounded. Without autocast everything is fp32 (float64 in a float64 model).
+        """
+        return linear_rounded(hidden, self.head.weight)
 
     def indexer_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Name and parameter of everything that the indexer loss trains."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from kernels.backend import RowOperations
@@ -15,7 +16,7 @@ from kernels.backend import RowOperations
 
 def at_least_fp32(x: Tensor) -> Tensor:
     """`x` in float32, or unchanged in float64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def activation_dtype(x: Tensor) -> torch.dtype:
@@ -33,6 +34,44 @@ def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
     """`x @ weight.T` in fp32, also under autocast."""
     with without_autocast(x):
         return F.linear(at_least_fp32(x), at_least_fp32(weight))
+
+
+def linear_rounded(x: Tensor, weight: Tensor) -> Tensor:
+    """`x @ weight.T` in fp32, x [T, in] and weight [out, in]; under autocast from operands rounded to its dtype, summed and returned in fp32.
+
+    A matrix product of rounded operands takes the tensor cores; rounding the result as well, as a linear layer under autocast does, would cost a loss
+    most of its digits. The backward rounds the incoming gradient alike, and the gradient of `weight` is summed in fp32 without another rounding.
+    """
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+        return linear_fp32(x, weight)
+    return _LinearRounded.apply(x, weight, torch.get_autocast_dtype(kind))
+
+
+class _LinearRounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.dtypes = x.dtype, weight.dtype
+        x, weight = x.to(dtype), weight.to(dtype)
+        ctx.save_for_backward(x, weight)
+        return _product(x, weight.t(), torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[no-untyped-def]
+        x, weight = ctx.saved_tensors
+        grad = grad.to(x.dtype)
+        grad_x = _product(grad, weight, ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
+        grad_weight = _product(grad.t(), x, ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, None
+
+
+def _product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """a @ b of rounded matrices, summed in fp32; out_dtype: theirs or float32. Only CUDA multiplies them as they are and returns fp32."""
+    with without_autocast(a):
+        if not a.is_cuda:
+            return torch.mm(a.float(), b.float()).to(out_dtype)
+        return torch.mm(a, b) if out_dtype == a.dtype else torch.mm(a, b, out_dtype=out_dtype)
 
 
 class Linear(nn.Linear):
@@ -73,7 +112,7 @@ class _RMSNorm(torch.autograd.Function):
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """RMS norm over the last axis in fp32, returned in the dtype of `x`. `weight` None: no scale (queries, semantics of the per-head norm)."""
-    if torch.compiler.is_compiling():  # it chooses by itself what to keep; and dynamo of torch 2.11 gives a Function that returns x.mul_(y) no gradient
+    if torch.compiler.is_compiling():  # it chooses what to keep; and dynamo 2.11 gives a Function that returns x.mul_(y) gradients of 0
         normed = at_least_fp32(x)
         normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + eps)
         return (normed if weight is None else normed * weight).to(x.dtype)

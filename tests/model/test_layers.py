@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from csa_model.layers import RMSNorm, linear_fp32, rms_norm
+from csa_model.layers import RMSNorm, linear_fp32, linear_rounded, rms_norm
 
 
 def test_norm_equals_torch_and_has_its_gradients() -> None:
@@ -47,6 +47,43 @@ def test_fp32_linear_ignores_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(linear_fp32(x, weight), exact)
         assert F.linear(x, weight).dtype == torch.bfloat16
+
+
+def test_rounded_linear_rounds_operands_and_gradient_and_nothing_else() -> None:
+    x, weight, probe = torch.randn(40, 64, requires_grad=True), torch.randn(24, 64, requires_grad=True), torch.randn(40, 24)
+    assert torch.equal(linear_rounded(x, weight), linear_fp32(x, weight))  # no autocast
+    rounded_x, rounded_weight, rounded_probe = (t.detach().bfloat16().double() for t in (x, weight, probe))
+    for inside in (False, True):  # a backward inside the context too
+        for dtype in (torch.float32, torch.bfloat16):
+            leaf = x.detach().to(dtype).requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16):
+                y = linear_rounded(leaf, weight)
+                gradients = torch.autograd.grad(y, (leaf, weight), probe) if inside else None
+            grad_x, grad_weight = gradients or torch.autograd.grad(y, (leaf, weight), probe)
+            assert (y.dtype, grad_x.dtype, grad_weight.dtype) == (torch.float32, dtype, torch.float32)
+            torch.testing.assert_close(y.double(), rounded_x @ rounded_weight.t(), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(grad_weight.double(), rounded_probe.t() @ rounded_x, rtol=1e-5, atol=1e-5)
+            tolerance = 1e-5 if dtype == torch.float32 else 2**-8
+            torch.testing.assert_close(grad_x.double(), rounded_probe @ rounded_weight, rtol=tolerance, atol=1e-5)
+    with torch.autocast("cpu", torch.bfloat16):
+        exact = x.detach().double()
+        assert torch.equal(linear_rounded(exact, weight.double()), exact @ weight.double().t())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU is visible")
+def test_rounded_linear_on_the_gpu_follows_the_cpu() -> None:
+    results = []
+    for device in ("cpu", "cuda"):
+        generator = torch.Generator().manual_seed(0)
+        x, weight, probe = (torch.randn(*shape, generator=generator).to(device) for shape in ((300, 96), (257, 96), (300, 257)))
+        x, weight = x.bfloat16().requires_grad_(), weight.requires_grad_()
+        with torch.autocast(device, torch.bfloat16):
+            y = linear_rounded(x, weight)
+        results.append([t.cpu() for t in (y, *torch.autograd.grad(y, (x, weight), probe))])
+    for ours, cpu in zip(*reversed(results), strict=True):
+        assert ours.dtype == cpu.dtype
+        torch.testing.assert_close(ours, cpu, rtol=2**-8 if cpu.dtype == torch.bfloat16 else 1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

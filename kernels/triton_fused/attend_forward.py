@@ -18,16 +18,15 @@ def implementation(q: Tensor) -> str:
     """Name of the kernels that would attend with these queries [R, H, D]: on this device, head count, head dim and dtype."""
     if not q.is_cuda:
         return "portable Triton kernels (interpreter)"
-    if dense.prefers_dense(q.shape[1], q.shape[2], q.dtype, None, 0):
-        return "portable Triton kernels, over all visible entries of a short row and over gathered ones of a long row"
+    if dense.prefers_dense(q.shape[1], q.shape[2], q.dtype):
+        return "portable Triton kernels; where no ids are given, several rows share their keys"
     reason = hopper.refusal(q.shape[1], q.shape[2], q.dtype, torch.cuda.get_device_capability(q.device))
     return "Gluon warp-specialised kernels for SM90" if reason is None else f"portable Triton kernels ({reason})"
 
 
 def use_dense(q: Tensor, compressed_kv: Tensor | None, selected: Tensor | None) -> bool:
-    """Whether the form that walks over all visible entries is the faster one."""
-    slots, entries = None if selected is None else selected.shape[1], 0 if compressed_kv is None else compressed_kv.shape[0]
-    return dense.prefers_dense(q.shape[1], q.shape[2], q.dtype, slots, entries)
+    """Whether the form that shares keys between rows is the faster one: never under a selection."""
+    return selected is None and dense.prefers_dense(q.shape[1], q.shape[2], q.dtype)
 
 
 def use_hopper(q: Tensor) -> bool:
@@ -67,7 +66,7 @@ def attend_forward_rows(
     if use_hopper(q):
         return hopper.forward(q, window_kv, compressed_kv, selected, sink, bounds, plan, scale)
     if use_dense(q, compressed_kv, selected):
-        return dense.dense_forward(q, window_kv, compressed_kv, selected, sink, bounds, plan, scale)
+        return dense.dense_forward(q, window_kv, compressed_kv, sink, bounds, plan, scale)
     return portable_forward(q, window_kv, compressed_kv, selected, sink, bounds, plan, scale)
 
 

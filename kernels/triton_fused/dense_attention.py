@@ -28,7 +28,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def tile_rows(BOUNDS, rows, first_row, H: tl.constexpr, PAD_H: tl.constexpr, QUERIES: tl.constexpr):
-    """Per row of the tile: head, cell (query, head) of the tensors, is it one, and the keys it reads: [begin, end) of the tokens and of the entries."""
+    """Per row of the tile: its head, its cell (query, head), whether there is one, and what it reads: [begin, end) of tokens and of entries."""
     m = tl.arange(0, QUERIES * PAD_H)
     head = m % PAD_H
     query = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES + m // PAD_H  # long rows first
@@ -189,12 +189,8 @@ def dense_backward_kernel(
     z = tl.load(Z_LOG2 + cell, mask=has_keys, other=0.0)
     delta = tl.load(DELTA + cell, mask=has_keys, other=0.0)
     dq = tl.zeros([QUERIES * PAD_H, BLOCK_D], tl.float32)
-    dq = backward_over(
-        WINDOW_KV, D_WINDOW, window_begin, window_end, q, g, z, delta, dq, scale_log2, scale, D, BLOCK_D, BLOCK_N, PRECISION
-    )
-    dq = backward_over(
-        COMPRESSED_KV, D_ENTRIES, entry_begin, entry_end, q, g, z, delta, dq, scale_log2, scale, D, BLOCK_D, BLOCK_N, PRECISION
-    )
+    dq = backward_over(WINDOW_KV, D_WINDOW, window_begin, window_end, q, g, z, delta, dq, scale_log2, scale, D, BLOCK_D, BLOCK_N, PRECISION)
+    dq = backward_over(COMPRESSED_KV, D_ENTRIES, entry_begin, entry_end, q, g, z, delta, dq, scale_log2, scale, D, BLOCK_D, BLOCK_N, PRECISION)
     tl.store(DQ + offset, dq.to(DQ.dtype.element_ty), mask=inside[:, None] & (dim < D)[None, :])
 
 
@@ -258,7 +254,7 @@ def dense_backward(
     scale: float,
     emit_teacher: bool,
 ) -> tuple[Tensor, Tensor, None]:
-    """As portable_backward without ids, and so without a teacher; not deterministic: the additions to the gradient of the keys have no fixed order."""
+    """As portable_backward without ids, and so without a teacher. Not deterministic: the additions to the gradient of a key have no fixed order."""
     assert selected is None
     assert not emit_teacher
     rows, heads, dim = q.shape

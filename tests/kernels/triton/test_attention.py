@@ -15,7 +15,6 @@ from tests.kernels.oracle import OracleResult, masks, oracle_layer
 pytest.importorskip("triton")
 
 from kernels.triton_fused import attend_forward as forward_module
-from kernels.triton_fused import dense_attention
 from kernels.triton_fused import portable_backward as backward_module
 from kernels.triton_fused.attend_backward import attend_backward
 from kernels.triton_fused.attend_forward import attend_forward
@@ -24,14 +23,6 @@ from kernels.triton_fused.rows import RowBounds, RowPlan
 # The largest |difference| / |reference| in 2-norms. float32: some dozen roundings of 6e-8. Below it: P and dS are rounded before their products.
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 RATIO, WINDOW = 4, 5
-
-
-FORMS = ("gathered", "dense")
-
-
-def choose(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-    """Which of the two plain Triton forms runs: both must give the same on any input."""
-    monkeypatch.setattr(dense_attention, "prefers_dense", lambda *args: form == "dense")
 
 
 class Problem:
@@ -110,7 +101,6 @@ def assert_agrees(problem: Problem, tolerance: float, **options) -> None:
         assert teacher is None
 
 
-@pytest.mark.parametrize("form", FORMS)
 # heads beside a power of two, a head dim of each padded kind; documents: one, several with an empty and a 1-token one and padding behind them
 @pytest.mark.parametrize(
     ("lengths", "padding", "heads", "dim", "topk"),
@@ -122,37 +112,24 @@ def assert_agrees(problem: Problem, tolerance: float, **options) -> None:
         ((5, 11), 1, 3, 192, 4),
     ],
 )
-def test_selected_entries_agree_with_float64(device, lengths, padding, heads, dim, topk, monkeypatch, form: str) -> None:
+def test_selected_entries_agree_with_float64(device, lengths, padding, heads, dim, topk) -> None:
     """Ids in any order, with holes, of other documents, of the future and out of range; fewer and more slots than visible entries."""
-    choose(monkeypatch, form)
     assert_agrees(Problem(lengths, heads, dim, topk, padding=padding, device=device), TOLERANCE[torch.float32])
 
 
-def test_dense_form_over_several_tiles(device, monkeypatch) -> None:
-    """Entries and window reach over three tiles of 64, which begin at no document's border; ranks count on from tile to tile."""
-    choose(monkeypatch, "dense")
-    assert_agrees(Problem((37, 150), 3, 16, 30, padding=2, ratio=1, window=75, device=device), TOLERANCE[torch.float32])
-
-
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("window", [0, 5])
-def test_all_visible_entries_agree_with_float64(device, window: int, monkeypatch, form: str) -> None:
-    choose(monkeypatch, form)
+def test_all_visible_entries_agree_with_float64(device, window: int) -> None:
     problem = Problem((2, 17, 5), 4, 32, None, padding=2, window=window, ratio=3, device=device)
     assert_agrees(problem, TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_window_alone_agrees_with_float64(device, monkeypatch, form: str) -> None:
-    choose(monkeypatch, form)
+def test_window_alone_agrees_with_float64(device) -> None:
     problem = Problem((2, 40), 4, 32, None, window=35, device=device)
     problem.selected = None
     assert_agrees(problem, TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_no_entry_at_all_gives_zero_gradients(device, monkeypatch, form: str) -> None:
-    choose(monkeypatch, form)
+def test_no_entry_at_all_gives_zero_gradients(device) -> None:
     problem = Problem((3, 2), 2, 16, 4, surplus=0, device=device)
     assert problem.compressed_kv.shape[0] == 0
     (out, _), (dq, _, d_entries, _, teacher) = problem.run(emit_teacher=True)
@@ -164,10 +141,8 @@ def test_no_entry_at_all_gives_zero_gradients(device, monkeypatch, form: str) ->
     assert not teacher.any()
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_rows_without_a_key_give_zero(device, monkeypatch, form: str) -> None:
+def test_rows_without_a_key_give_zero(device) -> None:
     """Window 0 and no valid id: out 0, lse -inf, every gradient 0, whatever the sink is. Field report 13."""
-    choose(monkeypatch, form)
     problem = Problem((6,), 3, 16, 4, window=0, device=device)
     problem.selected = torch.full((6, 4), -1, dtype=torch.int32, device=device)
     problem.sink = torch.tensor([-math.inf, 0.0, math.inf], device=device)
@@ -179,10 +154,8 @@ def test_rows_without_a_key_give_zero(device, monkeypatch, form: str) -> None:
         assert torch.isfinite(tensor).all()
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_extreme_sinks_and_logits(device, monkeypatch, form: str) -> None:
+def test_extreme_sinks_and_logits(device) -> None:
     """Sinks of +-inf, +-1e4 and +-200; logits of some hundred."""
-    choose(monkeypatch, form)
     problem = Problem((12, 9), 6, 16, 5, device=device)
     problem.sink = torch.tensor([math.inf, -math.inf, 1e4, -1e4, 200.0, -200.0], device=device)
     (out, lse), gradients = problem.run(emit_teacher=True)
@@ -198,13 +171,7 @@ def test_extreme_sinks_and_logits(device, monkeypatch, form: str) -> None:
     assert_agrees(problem, 1e-4)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_results_do_not_depend_on_what_memory_held(device, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-    """Every element of every result is written: buffers that start as NaN leave none behind."""
-    choose(monkeypatch, form)
-    problem = Problem((4, 0, 1, 7), 5, 96, 6, padding=2, device=device)
-    expected = problem.run(emit_teacher=True)
-
+def fill_new_memory_with_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     def poisoned(empty):
         def fill(*args, **kwargs):
             tensor = empty(*args, **kwargs)
@@ -214,6 +181,13 @@ def test_results_do_not_depend_on_what_memory_held(device, monkeypatch: pytest.M
 
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+
+
+def test_results_do_not_depend_on_what_memory_held(device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every element of every result is written: buffers that start as NaN leave none behind."""
+    problem = Problem((4, 0, 1, 7), 5, 96, 6, padding=2, device=device)
+    expected = problem.run(emit_teacher=True)
+    fill_new_memory_with_nan(monkeypatch)
     actual = problem.run(emit_teacher=True)
     for a, b in zip((*actual[0], *actual[1]), (*expected[0], *expected[1]), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

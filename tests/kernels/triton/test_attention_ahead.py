@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 import triton
 
-from kernels.triton_fused import dense_attention, hopper, hopper_backward, hopper_forward
+from kernels.triton_fused import hopper, hopper_backward, hopper_forward
 from kernels.triton_fused.attend_backward import attend_backward_rows
 from kernels.triton_fused.attend_forward import attend_forward_rows
 from kernels.triton_fused.rows import RowBounds, plan_rows
@@ -120,18 +120,16 @@ def test_portable_attention_ahead_of_time(heads: int, dim: int) -> None:
 
 
 @compiles
-@pytest.mark.parametrize(("heads", "dim"), [(8, 64), (16, 128)])
+@pytest.mark.parametrize(("heads", "dim"), [(8, 64), (16, 128), (32, 128)])
 def test_dense_form_ahead_of_time(heads: int, dim: int) -> None:
-    q, window_kv, compressed_kv, selected, sink, bounds = operands(heads, dim, 512)
-    row_values = torch.zeros(q.shape[:2])
+    q, window_kv, compressed_kv, _, sink, bounds = operands(heads, dim, None)
     with compiling_for_sm90() as kernels:
-        plan = plan_rows(selected, bounds, compressed_kv.shape[0])
-        dense_attention.dense_forward(q, window_kv, compressed_kv, selected, sink, bounds, plan, 0.1)
-        dense_attention.dense_backward(q, q, window_kv, compressed_kv, selected, row_values, row_values, bounds, plan, 0.1, True)
-    for name in ("set_bits_kernel", "count_below_kernel", "to_slots_kernel", "dense_forward_kernel", "dense_backward_kernel"):
-        check(kernels, name, heads, dim)
-    for kernel in kernels:
-        assert (kernel.count("HGMMA") > 0) == kernel.name.startswith("dense_"), "stacked rows fill the matrix instruction of a warp group"
+        out, lse = attend_forward_rows(q, window_kv, compressed_kv, None, sink, bounds, 0.1)
+        attend_backward_rows(q, q, window_kv, compressed_kv, None, sink, out, lse, bounds, 0.1)
+    for name in ("dense_forward_kernel", "dense_backward_kernel"):
+        kernel = check(kernels, name, heads, dim)
+        assert kernel.count("HGMMA") > 0, "stacked rows fill the matrix instruction of a warp group"
+        assert kernel.count("REDG") == kernel.count("REDG.E.ADD.F32x4"), "additions of single floats: four go into one instruction"
 
 
 @pytest.mark.timeout(600)

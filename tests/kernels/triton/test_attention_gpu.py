@@ -134,13 +134,23 @@ def test_agrees_with_float32_mathematics(heads: int, dim: int, topk: int, dtype:
     assert_agrees(Inputs((301, 0, 1, 290), heads, dim, topk, padding=9, dtype=dtype), TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize(("heads", "dim", "topk"), [(8, 64, 64), (12, 96, 33), (16, 128, 512), (32, 64, 64)])
-def test_dense_form_agrees_with_float32_mathematics(monkeypatch, heads: int, dim: int, topk: int) -> None:
-    """Tiles of queries of several documents, one of padding alone, several tiles of entries."""
-    monkeypatch.setattr(dense_attention, "prefers_dense", lambda *args: True)
-    assert_agrees(Inputs((301, 0, 1, 290), heads, dim, topk, padding=80), TOLERANCE[torch.bfloat16])
-    assert_agrees(Inputs((301, 0, 1, 290), heads, dim, 0, padding=80, ratio=16, mode="all"), TOLERANCE[torch.bfloat16])
-    assert_agrees(Inputs((301, 0, 1, 290), heads, dim, 0, padding=80, mode="none"), TOLERANCE[torch.bfloat16])
+@pytest.mark.parametrize(
+    ("heads", "dim", "dtype"), [(8, 64, torch.bfloat16), (12, 96, torch.float16), (16, 128, torch.bfloat16), (32, 128, torch.bfloat16)]
+)
+@pytest.mark.parametrize(("mode", "window", "ratio"), [("all", 128, 16), ("all", 128, 4), ("all", 0, 4), ("none", 100, 4)])
+def test_rows_that_share_their_keys(heads: int, dim: int, dtype: torch.dtype, mode: str, window: int, ratio: int) -> None:
+    """No ids and few heads: tiles of queries of several documents, of documents of one token, one of padding alone, several tiles of entries."""
+    assert dense_attention.prefers_dense(heads, dim, dtype)
+    for lengths in ((301, 0, 1, 290), (5, 1, 0, 64, 3, 3, 700, 17)):
+        inputs = Inputs(lengths, heads, dim, 0, padding=77, window=window, ratio=ratio, mode=mode, dtype=dtype)
+        assert_agrees(inputs, TOLERANCE[dtype])
+        (out, _), (dq, d_window, d_entries, *_) = inputs.run()
+        inputs.q[-77:] = inputs.window_kv[-77:] = inputs.grad_out[-77:] = inputs.compressed_kv[-3:] = math.nan
+        (out2, _), (dq2, d_window2, d_entries2, *_) = inputs.run()
+        assert torch.equal(out2, out), "what stands in padding does not matter"
+        assert torch.equal(dq2, dq)
+        for actual, expected in ((d_window2, d_window), (d_entries2, d_entries)):
+            assert distance(actual, expected) < 1e-3  # the order of the additions, after their rounding to the dtype
 
 
 @pytest.mark.parametrize("heads", [8, 64])

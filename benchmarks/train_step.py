@@ -7,8 +7,9 @@
 
 Paths: `unfused` and `triton` are the backends; `dense` is the dense-attention twin: the same decoder without compressors and indexers, whose every
 attention layer is PyTorch's scaled_dot_product_attention over all tokens; on a GPU it has the fused row operations of `triton`. One step: forward,
-losses, backward, optimizer; one document per row, random tokens, bf16 autocast on a GPU. Each point runs in a process of its own, so that memory is its own. Writes
-benchmarks/results/train_step_<model>_<card>.json and .png with the crossover; short lengths where sparse attention loses are shown as they are.
+losses, backward, optimizer; one document per row, random tokens, bf16 autocast on a GPU. Each point runs in a process of its own, so that memory is
+its own. Writes benchmarks/results/train_step_<model>_<card>.json and .png with the crossover; short lengths where sparse attention loses are shown as
+they are.
 """
 
 from __future__ import annotations

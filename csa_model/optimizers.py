@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
@@ -21,6 +22,7 @@ from csa_model.config import OptimizerConfig
 NEWTON_SCHULZ_COEFFICIENTS: tuple[tuple[float, float, float], ...] = ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2
 MUON_UPDATE_RMS = 0.18  # root mean square of one update at lr 1, that of AdamW in practice: one learning rate serves both algorithms
 _ALGORITHMS = ("muon", "adamw")
+Shape = tuple[int, int]
 
 
 def orthogonalize(matrices: Tensor, coefficients: Sequence[tuple[float, float, float]] = NEWTON_SCHULZ_COEFFICIENTS, eps: float = 1e-30) -> Tensor:
@@ -42,13 +44,58 @@ def orthogonalize(matrices: Tensor, coefficients: Sequence[tuple[float, float, f
     return x.mT if tall else x
 
 
+@dataclass(frozen=True)
+class _Stack:
+    """Matrices [k, n, m] of one parameter and their update."""
+
+    target: Tensor
+    update: Tensor
+    lr: float
+
+
+def padded_elements(device: torch.device) -> int:
+    """Elements up to which matrices may be padded to join others: what a GPU iterates in less time than the host needs to launch one more batch."""
+    return 2**22 if device.type == "cuda" else 0
+
+
+def batches(counts: Mapping[Shape, int], limit: int) -> dict[Shape, list[Shape]]:
+    """Which matrices are iterated together: size [rows, columns >= rows] of a batch -> the shapes [n, m] of its matrices.
+
+    Shapes that differ only by transposition share a batch. A batch joins the next larger one that can hold its matrices, each padded with zeros, if
+    that makes at most `limit` elements of it: rows and columns of zeros stay zero through every iteration and change nothing else.
+
+    Args:
+        counts: matrices of each shape.
+    """
+    shapes: dict[Shape, list[Shape]] = defaultdict(list)
+    number: dict[Shape, int] = defaultdict(int)
+    for shape, count in counts.items():
+        size = (min(shape), max(shape))
+        shapes[size].append(shape)
+        number[size] += count
+    for size in sorted(shapes, key=lambda s: (math.prod(s), s)):
+        hosts = [s for s in shapes if s != size and s[0] >= size[0] and s[1] >= size[1]]
+        host = min(hosts, key=lambda s: (math.prod(s), s), default=size)
+        if host != size and number[size] * math.prod(host) <= limit:
+            shapes[host] += shapes.pop(size)
+            number[host] += number.pop(size)
+    return dict(shapes)
+
+
+def _corner(batch: Tensor, shape: Shape) -> Tensor:
+    """The part of batch [B, rows, columns] that holds matrices of `shape`, as [B, n, m]."""
+    corner = batch[:, : min(shape), : max(shape)]
+    return corner.mT if shape[0] > shape[1] else corner
+
+
 class MuonAdamW(torch.optim.Optimizer):
     """Muon or AdamW per parameter group.
 
     Group options: `name`; `algorithm` ("muon" or "adamw"); `lr`; `weight_decay` (decoupled); for Muon `momentum` and `matrices`, for AdamW `betas`
     and `eps`. A Muon parameter is a matrix [n, m], a stack [E, n, m] of which every matrix is orthogonalised by itself, or a matrix that holds
     `matrices[i]` equal blocks of rows, orthogonalised one by one (the grouped output projection: its groups read different inputs). Matrices of one
-    shape, of whatever parameter, are iterated as one batch, in bfloat16 on CUDA and in the parameter's dtype elsewhere.
+    shape, of whatever parameter, are iterated as one batch, in bfloat16 on CUDA and in the parameter's dtype elsewhere; on CUDA small ones join a
+    batch of larger ones.
 
     Raises ValueError for an unknown algorithm, a Muon parameter that is no matrix, or a sharded parameter (orthogonalisation needs whole matrices).
     """
@@ -100,7 +147,7 @@ class MuonAdamW(torch.optim.Optimizer):
         return loss
 
     def _step_muon(self, groups: list[dict[str, Any]]) -> None:
-        buckets: dict[tuple[Any, ...], list[tuple[Tensor, Tensor, float]]] = defaultdict(list)
+        stacks: dict[tuple[torch.device, torch.dtype], dict[Shape, list[_Stack]]] = defaultdict(lambda: defaultdict(list))
         for group in groups:
             pairs = [(p, b) for p, b in zip(group["params"], group["matrices"], strict=True) if p.grad is not None]
             if not pairs:
@@ -116,17 +163,32 @@ class MuonAdamW(torch.optim.Optimizer):
             updates = torch._foreach_add(grads, buffers, alpha=group["momentum"])  # Nesterov
             torch._foreach_mul_(params, 1.0 - group["lr"] * group["weight_decay"])
             for (p, blocks), update in zip(pairs, updates, strict=True):
-                target, stack = (t if t.ndim == 3 else t.unflatten(0, (blocks, -1)) for t in (p, update))
-                if stack.shape[-2] > stack.shape[-1]:
-                    target, stack = target.mT, stack.mT
-                buckets[(p.device, p.dtype, *stack.shape[-2:])].append((target, stack, group["lr"]))
-        for (device, dtype, _, wide), members in buckets.items():
+                target, update = (t if t.ndim == 3 else t.unflatten(0, (blocks, -1)) for t in (p, update))
+                stacks[p.device, p.dtype][target.shape[1], target.shape[2]].append(_Stack(target, update, group["lr"]))
+        for (device, dtype), of_shape in stacks.items():
             work = self.newton_schulz_dtype or (torch.bfloat16 if device.type == "cuda" else dtype)
-            batch = torch.cat([stack.to(work) for _, stack, _ in members])
-            directions = orthogonalize(batch, self.coefficients).split([len(stack) for _, stack, _ in members])
-            scale = self.update_rms * math.sqrt(wide)
-            for (target, _, lr), direction in zip(members, directions, strict=True):
-                target.add_(direction, alpha=-lr * scale)
+            counts = {shape: sum(len(s.update) for s in members) for shape, members in of_shape.items()}
+            for size, shapes in batches(counts, padded_elements(device)).items():
+                self._step_batch(size, {shape: of_shape[shape] for shape in shapes}, work, device)
+
+    def _step_batch(self, size: Shape, of_shape: dict[Shape, list[_Stack]], work: torch.dtype, device: torch.device) -> None:
+        """One orthogonalisation of everything in `of_shape`, each matrix in the corner of one of `size`. Every loop is a few launches per shape."""
+        counts = [sum(len(s.update) for s in members) for members in of_shape.values()]
+        padded = any(sorted(shape) != list(size) for shape in of_shape)
+        batch = (torch.zeros if padded else torch.empty)(sum(counts), *size, dtype=work, device=device)
+        for (shape, members), slot in zip(of_shape.items(), batch.split(counts), strict=True):
+            corner = _corner(slot, shape)
+            packed = corner if corner.is_contiguous() else torch.empty(corner.shape, dtype=work, device=device)
+            torch._foreach_copy_(packed.split([len(s.update) for s in members]), [s.update for s in members])
+            if packed is not corner:
+                corner.copy_(packed)
+        for (shape, members), slot in zip(of_shape.items(), orthogonalize(batch, self.coefficients).split(counts), strict=True):
+            directions = _corner(slot, shape).contiguous().split([len(s.update) for s in members])
+            torch._foreach_copy_([s.update for s in members], directions)  # back to the parameters' dtype
+            for lr in {s.lr for s in members}:
+                chosen = [s for s in members if s.lr == lr]
+                scale = -lr * self.update_rms * math.sqrt(max(shape))
+                torch._foreach_add_([s.target for s in chosen], [s.update for s in chosen], alpha=scale)
 
     def _step_adamw(self, group: dict[str, Any]) -> None:
         params = [p for p in group["params"] if p.grad is not None]

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from csa_model import optimizers
 from csa_model.config import OptimizerConfig
-from csa_model.optimizers import MuonAdamW, build_optimizer, orthogonalize
+from csa_model.optimizers import MuonAdamW, batches, build_optimizer, orthogonalize
 
 MUON = {"name": "m", "algorithm": "muon"}
 
@@ -90,6 +91,44 @@ def test_one_batch_of_stacks_blocks_and_single_matrices_equals_a_loop() -> None:
 
 def _matrices(t: Tensor, blocks: int) -> list[Tensor]:
     return list(t) if t.ndim == 3 else list(t.detach().chunk(blocks))
+
+
+def test_small_batches_join_the_next_larger_one_up_to_the_limit() -> None:
+    counts = {(16, 24): 2, (24, 16): 3, (8, 24): 4, (4, 8): 5, (64, 8): 1}
+    apart = {(16, 24): [(16, 24), (24, 16)], (8, 24): [(8, 24)], (4, 8): [(4, 8)], (8, 64): [(64, 8)]}
+    assert batches(counts, 0) == apart
+    assert batches(counts, 5 * 8 * 24 - 1) == apart
+    assert batches(counts, 5 * 8 * 24) == {(16, 24): [(16, 24), (24, 16)], (8, 24): [(8, 24), (4, 8)], (8, 64): [(64, 8)]}
+    assert batches(counts, 9 * 16 * 24) == {(16, 24): [(16, 24), (24, 16), (8, 24), (4, 8)], (8, 64): [(64, 8)]}
+    assert batches({(8, 8): 1}, 10**9) == {(8, 8): [(8, 8)]}
+
+
+def test_padding_changes_no_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = [(16, 24), (4, 24, 16), (12, 7), (5, 9), (2, 9, 5), (32, 30)]
+    blocks, results, sizes = [1, 1, 3, 1, 1, 2], [], []
+
+    def spy(matrices: Tensor, *args: object) -> Tensor:
+        sizes[-1].append(tuple(matrices.shape))
+        return orthogonalize(matrices)
+
+    monkeypatch.setattr(optimizers, "orthogonalize", spy)
+    for limit in (0, 10**6):
+        sizes.append([])
+        monkeypatch.setattr(optimizers, "padded_elements", lambda device, limit=limit: limit)
+        params = _parameters(*shapes, dtype=torch.float64)
+        groups = [
+            {**MUON, "params": params[:3], "matrices": blocks[:3], "lr": 0.1},
+            {**MUON, "params": params[3:], "matrices": blocks[3:], "lr": 0.3},
+        ]
+        optimizer = MuonAdamW(groups)
+        for step in range(2):
+            _give_gradients(params, step)
+            optimizer.step()
+        results.append(params)
+    assert len(sizes[0]) == 2 * 4
+    assert sizes[1] == 2 * [(13, 16, 30)]
+    for ours, plain in zip(*results, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-12)
 
 
 def test_an_expert_without_tokens_moves_nothing_and_disturbs_no_other() -> None:

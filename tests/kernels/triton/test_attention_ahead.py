@@ -37,7 +37,6 @@ NEWEST = {
     "forward_kernel 32x512": 136,
     "backward_kernel 16x128": 224,
     "backward_kernel 32x512": 80,
-    "dense_backward_kernel 16x128": 16,
 }
 STACK_BYTES = {
     "3.6": {
@@ -45,10 +44,9 @@ STACK_BYTES = {
         "hopper_backward_kernel 128x512": 144,
         "backward_kernel 16x128": 224,
         "backward_kernel 32x512": 64,
-        "dense_backward_kernel 16x128": 48,
     },
-    "3.7": NEWEST | {"backward_kernel 16x128": 248, "dense_backward_kernel 8x64": 48, "dense_backward_kernel 16x128": 32},
-    "3.8": NEWEST | {"backward_kernel 16x128": 280, "dense_backward_kernel 8x64": 32, "dense_backward_kernel 16x128": 64},
+    "3.7": NEWEST | {"backward_kernel 16x128": 248},
+    "3.8": NEWEST | {"backward_kernel 16x128": 280},
     "3.9": NEWEST,
 }
 SHARED_LIMIT = 227 * 1024

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from csa_model.config import ModelConfig
@@ -92,16 +93,34 @@ class Gate(nn.Module):
         Per document: sum_i f_i P_i with f_i = E / (K * length) * tokens routed to i (the routing that happened, bias included) and P_i the mean of
         the scores normalised per token.
         """
-        documents = row.layout.cu_seqlens.numel() - 1
-        index = torch.where(row.is_real, row.layout.document_of_token, documents).long()  # padding goes to a row of its own
-        chosen = torch.zeros_like(scores).scatter_(1, experts, 1.0)
-        shares = scores / scores.sum(-1, keepdim=True)
-        zeros = scores.new_zeros(documents + 1, self.experts)
-        load = zeros.index_add(0, index, chosen)[:documents]
-        share = zeros.index_add(0, index, shares)[:documents]
-        lengths = row.layout.cu_seqlens.diff().clamp(min=1).to(scores.dtype)
-        balance_sum = ((load * share).sum(-1) / lengths.square()).sum() * (self.experts / self.topk)
-        return load.sum(0).long(), balance_sum
+        balance_sum, load = _Balance.apply(scores, experts, row.document_index, row.document_lengths)
+        return load[:-1].sum(0, dtype=torch.int64), balance_sum
+
+
+class _Balance(torch.autograd.Function):
+    """Sum over documents of sum_i f_i P_i, and the tokens of each document per expert [N + 1, E]; the last row counts padding.
+
+    Written over tokens, sum_t (sum_i factor[t, i] scores[t, i]) / (sum_i scores[t, i]) with factor = f of the token's document / its length, the
+    gradient costs two more operations in the forward and one in the backward.
+    """
+
+    @staticmethod
+    def forward(ctx, scores: Tensor, experts: Tensor, document: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
+        number = scores.shape[1]
+        cell = torch.add(experts, document[:, None], alpha=number).flatten()
+        load = scores.new_zeros(lengths.numel() * number).scatter_add_(0, cell, scores.new_ones(()).expand(cell.shape)).view(-1, number)
+        factor = (load / lengths.to(scores.dtype).square()[:, None]).mul_(number / experts.shape[1]).index_select(0, document)
+        total = scores.sum(-1, keepdim=True)
+        share = (scores * factor).sum(-1, keepdim=True).div_(total)
+        ctx.save_for_backward(factor.sub_(share).div_(total))
+        ctx.mark_non_differentiable(load)
+        return share.sum(), load
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[no-untyped-def]
+        (slope,) = ctx.saved_tensors
+        return slope * grad, None, None, None
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -142,42 +161,49 @@ def grouped_gemm_applies(x: Tensor, weight: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm") and weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
 
 
-def _to_pairs(x: Tensor, order: Tensor, topk: int) -> Tensor:
-    return x.index_select(0, order // topk)
+class _Order:
+    """The P (token, expert) pairs sorted by expert, those of one expert by token.
+
+    pair int64 [P]: number token * K + k of the pair at each place; token int64 [P]: its token; place int64 [P]: where each pair went; end int32 [E]:
+    end of each expert's places, the last one P.
+    """
+
+    def __init__(self, experts: Tensor, number: int) -> None:
+        keys = torch.uint8 if number <= 2**8 else torch.int16 if number <= 2**15 else torch.int64  # a radix sort passes over every byte of its keys
+        of_pair, self.pair = experts.flatten().to(keys).sort(stable=True)
+        self.topk = experts.shape[1]
+        self.token = self.pair // self.topk
+        self.place = torch.empty_like(self.pair).scatter_(0, self.pair, torch.arange(self.pair.numel(), device=self.pair.device))
+        self.end = torch.searchsorted(of_pair, torch.arange(number, dtype=keys, device=of_pair.device), right=True, out_int32=True)
 
 
-def _to_tokens(pairs: Tensor, inverse: Tensor, topk: int) -> Tensor:
-    return pairs.index_select(0, inverse).unflatten(0, (-1, topk)).sum(1)
-
-
-class _Dispatch(torch.autograd.Function):
-    """Token rows [T, d] copied into expert order [P, d]. Its backward gathers and sums: no atomic addition makes it vary."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor, topk: int) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(inverse)
-        ctx.topk = topk
-        return _to_pairs(x, order, topk)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[no-untyped-def]
-        (inverse,) = ctx.saved_tensors
-        return _to_tokens(grad, inverse, ctx.topk), None, None, None
-
-
-class _Combine(torch.autograd.Function):
-    """Rows in expert order [P, d] summed per token [T, d]: the adjoint of _Dispatch."""
+class _Gather(torch.autograd.Function):
+    """x[source], where `places` [N, k] are all the places that row n of x went to. The backward gathers and sums: no atomic addition varies it."""
 
     @staticmethod
-    def forward(ctx, pairs: Tensor, order: Tensor, inverse: Tensor, topk: int) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(order)
-        ctx.topk = topk
-        return _to_tokens(pairs, inverse, topk)
+    def forward(ctx, x: Tensor, source: Tensor, places: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(source, places)
+        return x.index_select(0, source)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[no-untyped-def]
-        (order,) = ctx.saved_tensors
-        return _to_pairs(grad, order, ctx.topk), None, None, None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
+        source, places = ctx.saved_tensors
+        return _SumOf.apply(grad, source, places), None, None
+
+
+class _SumOf(torch.autograd.Function):
+    """Row n of the result is the sum of x over places[n]: the adjoint of _Gather."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, source: Tensor, places: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(source, places)
+        gathered = x.index_select(0, places.flatten())
+        return gathered if places.shape[1] == 1 else gathered.unflatten(0, places.shape).sum(1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
+        source, places = ctx.saved_tensors
+        return _Gather.apply(grad, source, places), None, None
 
 
 class Experts(nn.Module):
@@ -199,14 +225,13 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """sum_k weights[t, k] * expert[experts[t, k]](x[t]): x [T, d], experts int64 [T, K], weights fp32 [T, K] -> [T, d]."""
-        topk = experts.shape[1]
-        of_pair, order = experts.flatten().sort(stable=True)
-        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-        offsets = torch.searchsorted(of_pair, torch.arange(self.w1.shape[0], device=order.device), right=True).int()
-        pairs = _Dispatch.apply(x.to(activation_dtype(x)), order, inverse, topk)
-        gate, up = grouped_linear(pairs, self.w1, offsets), grouped_linear(pairs, self.w3, offsets)
-        hidden = clamped_swiglu(gate, up, self.limit, weights.flatten()[order, None])
-        y: Tensor = _Combine.apply(grouped_linear(hidden, self.w2, offsets), order, inverse, topk)
+        order = _Order(experts, self.w1.shape[0])
+        places = order.place.view(-1, order.topk)
+        pairs = _Gather.apply(x.to(activation_dtype(x)), order.token, places)
+        weight = _Gather.apply(weights.flatten(), order.pair, order.place[:, None])
+        gate, up = grouped_linear(pairs, self.w1, order.end), grouped_linear(pairs, self.w3, order.end)
+        hidden = clamped_swiglu(gate, up, self.limit, weight[:, None])
+        y: Tensor = _SumOf.apply(grouped_linear(hidden, self.w2, order.end), order.token, places)
         return y
 
 

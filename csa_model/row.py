@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -69,3 +70,13 @@ class Row:
 
     def windows(self, ratio: int) -> CompressedWindows:
         return self._windows[ratio]
+
+    @cached_property
+    def document_index(self) -> Tensor:
+        """int64 [T]: document of each token; padding has the number N of documents."""
+        return torch.where(self.is_real, self.layout.document_of_token, self.document_lengths.numel() - 1).long()
+
+    @cached_property
+    def document_lengths(self) -> Tensor:
+        """fp32 [N + 1] (exact up to 2^24): tokens of each document, at least 1; infinity for padding, whose share in a mean is then 0."""
+        return torch.nn.functional.pad(self.layout.cu_seqlens.diff().clamp(min=1).float(), (0, 1), value=torch.inf)

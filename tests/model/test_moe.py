@@ -174,6 +174,29 @@ def test_balance_is_a_mean_over_each_document() -> None:
     assert counts.dtype == torch.int64
 
 
+def test_gradient_of_the_balance_is_exact() -> None:
+    row, generator = row_of([5, 0, 11, 1], padding=4), torch.Generator().manual_seed(0)
+    scores = (torch.rand(21, E, generator=generator, dtype=torch.float64) + 0.1).requires_grad_()
+    experts = scores.detach().topk(K).indices
+    assert torch.autograd.gradcheck(lambda s: gate().balance(s, experts, row)[1], (scores,))
+    (slope,) = torch.autograd.grad(gate().balance(scores, experts, row)[1], scores)
+    assert not slope[17:].any()
+    assert slope[:17].any(-1).all()
+
+
+@pytest.mark.parametrize("number", [5, 300])
+def test_pairs_are_ordered_by_expert_and_then_by_token(number: int) -> None:
+    chosen = torch.rand(400, number, generator=torch.Generator().manual_seed(0)).topk(3).indices
+    chosen[chosen == 2] = 4
+    order = moe._Order(chosen, number)
+    flat = chosen.flatten()
+    assert order.pair.tolist() == sorted(range(1200), key=lambda p: (int(flat[p]), p))
+    assert torch.equal(order.token, order.pair // 3)
+    assert torch.equal(order.pair[order.place], torch.arange(1200))
+    assert order.end.dtype == torch.int32
+    assert torch.equal(order.end, torch.bincount(flat, minlength=number).cumsum(0).int())
+
+
 def test_balanced_routing_costs_one_per_document() -> None:
     router = gate()
     scores, experts = torch.ones(E, E), torch.stack([torch.arange(E), torch.arange(E).roll(1)], 1)

@@ -219,7 +219,7 @@ def test_statistics_of_an_emitting_backend_are_read_after_the_backward(monkeypat
     rows = make_rows([[40, 7], [30], [48], [5]], accumulate=2)
     config = make_config(max_steps=2, accumulate_grad_batches=2)
     plain, expected = _fit(config, rows)
-    monkeypatch.setattr("csa_model.lit_module.get_backend", lambda name: _EmittingBackend())
+    monkeypatch.setattr("csa_model.backend_choice.get_backend", lambda name: _EmittingBackend())
     emitting, metrics = _fit(config, rows)
     assert metrics == pytest.approx(expected, rel=1e-6)
     assert all(torch.equal(a, b) for a, b in zip(_state(plain).values(), _state(emitting).values(), strict=True))

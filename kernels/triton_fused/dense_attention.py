@@ -6,7 +6,8 @@ The rows share every key tile, and in the backward every addition to the gradien
 would share little and pay for entries that it did not choose: such rows are left to the gathering form (MEASURED.md has the times of both).
 
 What stands where nobody may read must not reach those who share a tile with it: 0 times NaN is NaN in a matrix product. So rows without any key
-and keys that no row of the tile reads are 0 from the load on.
+and keys that no row of the tile reads are 0 from the load on. A key that one row of the tile reads and another does not is data of a document: if it
+is not finite, all rows of the tile show it (in the gathering form those that read it).
 
 Legend: R query rows, H heads, D head dim, C entries; M = rows of the tile: query by query, PAD_H heads each.
 """

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from csa_model.config import ModelConfig
 from csa_model.layers import Linear, activation_dtype, at_least_fp32, linear_fp32
 from csa_model.row import Row
+from kernels.backend import RowOperations
 
 
 @dataclass
@@ -29,8 +30,13 @@ class RouterRecord:
     balance_sum: Tensor
 
 
-def clamped_swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None = None) -> Tensor:
-    """silu(min(gate, limit)) * clip(up, -limit, limit) [* weight], in fp32, returned in the dtype of `gate`."""
+def clamped_swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None = None, fused: RowOperations | None = None) -> Tensor:
+    """silu(min(gate, limit)) * clip(up, -limit, limit) [* weight], in fp32, returned in the dtype of `gate`.
+
+    `fused`: the backend's form of it, if it has one; torch.compile fuses the plain form itself.
+    """
+    if fused is not None and not torch.compiler.is_compiling():
+        return fused.swiglu(gate, up, limit, weight)
     hidden = F.silu(at_least_fp32(gate).clamp(max=limit)) * at_least_fp32(up).clamp(-limit, limit)
     return (hidden if weight is None else hidden * weight).to(gate.dtype)
 
@@ -38,15 +44,15 @@ def clamped_swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None
 class SwiGLU(nn.Module):
     """Clamped SwiGLU of one width: x [T, d] -> [T, d]."""
 
-    def __init__(self, config: ModelConfig, width: int, std_out: float) -> None:
+    def __init__(self, config: ModelConfig, width: int, std_out: float, fused: RowOperations | None = None) -> None:
         super().__init__()
-        self.limit = config.moe.swiglu_limit
+        self.limit, self.fused = config.moe.swiglu_limit, fused
         self.w1 = Linear(config.hidden_size, width, config.initializer_range)
         self.w2 = Linear(width, config.hidden_size, std_out)
         self.w3 = Linear(config.hidden_size, width, config.initializer_range)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.w2(clamped_swiglu(self.w1(x), self.w3(x), self.limit))
+        y: Tensor = self.w2(clamped_swiglu(self.w1(x), self.w3(x), self.limit, fused=self.fused))
         return y
 
 
@@ -209,10 +215,10 @@ class _SumOf(torch.autograd.Function):
 class Experts(nn.Module):
     """E clamped SwiGLU experts with stacked weights; nothing is ever dropped."""
 
-    def __init__(self, config: ModelConfig, std_out: float) -> None:
+    def __init__(self, config: ModelConfig, std_out: float, fused: RowOperations | None = None) -> None:
         super().__init__()
         moe = config.moe
-        self.limit, self.std, self.std_out = moe.swiglu_limit, config.initializer_range, std_out
+        self.limit, self.std, self.std_out, self.fused = moe.swiglu_limit, config.initializer_range, std_out, fused
         self.w1 = nn.Parameter(torch.empty(moe.n_routed_experts, moe.moe_intermediate_size, config.hidden_size))
         self.w2 = nn.Parameter(torch.empty(moe.n_routed_experts, config.hidden_size, moe.moe_intermediate_size))
         self.w3 = nn.Parameter(torch.empty(moe.n_routed_experts, moe.moe_intermediate_size, config.hidden_size))
@@ -230,7 +236,7 @@ class Experts(nn.Module):
         pairs = _Gather.apply(x.to(activation_dtype(x)), order.token, places)
         weight = _Gather.apply(weights.flatten(), order.pair, order.place[:, None])
         gate, up = grouped_linear(pairs, self.w1, order.end), grouped_linear(pairs, self.w3, order.end)
-        hidden = clamped_swiglu(gate, up, self.limit, weight[:, None])
+        hidden = clamped_swiglu(gate, up, self.limit, weight[:, None], self.fused)
         y: Tensor = _SumOf.apply(grouped_linear(hidden, self.w2, order.end), order.token, places)
         return y
 
@@ -238,13 +244,13 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """Routed experts plus a shared one: (x [T, d], token ids [T]) -> y [T, d] and, for a scored layer, its RouterRecord."""
 
-    def __init__(self, config: ModelConfig, layer: int, hashed: bool, std_out: float) -> None:
+    def __init__(self, config: ModelConfig, layer: int, hashed: bool, std_out: float, fused: RowOperations | None = None) -> None:
         super().__init__()
         self.layer = layer
         self.gate = Gate(config, hashed)
-        self.experts = Experts(config, std_out)
+        self.experts = Experts(config, std_out, fused)
         shared = config.moe.n_shared_experts
-        self.shared_experts = SwiGLU(config, shared * config.moe.moe_intermediate_size, std_out) if shared else None
+        self.shared_experts = SwiGLU(config, shared * config.moe.moe_intermediate_size, std_out, fused) if shared else None
 
     def forward(self, x: Tensor, token_ids: Tensor, row: Row) -> tuple[Tensor, RouterRecord | None]:
         scores, experts, weights = self.gate(x, token_ids)

@@ -41,7 +41,9 @@ class Block(nn.Module):
         self.attn = Attention(config, backend, layer, config.compress_ratios[layer])
         hashed = layer < min(config.moe.num_hash_layers, config.num_hidden_layers)  # the MTP block is always scored
         self.ffn: MoE | SwiGLU = (
-            MoE(config, layer, hashed, std_out) if config.moe.enabled else SwiGLU(config, config.moe.dense_intermediate_size, std_out)
+            MoE(config, layer, hashed, std_out, fused)
+            if config.moe.enabled
+            else SwiGLU(config, config.moe.dense_intermediate_size, std_out, fused)
         )
         enabled = config.hyper_connections.enabled
         self.hc_attn, self.hc_ffn = (HyperConnection(config, fused) if enabled else None for _ in range(2))

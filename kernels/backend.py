@@ -85,6 +85,9 @@ class RowOperations(Protocol):
     def rotate(self, x: Tensor, rotation: Tensor, inverse: bool = False) -> Tensor:
         """The last r dims of x in interleaved pairs, out of place, by `rotation` complex64 [T, r/2] or its opposite."""
 
+    def swiglu(self, gate: Tensor, up: Tensor, limit: float, weight: Tensor | None = None) -> Tensor:
+        """silu(min(gate, limit)) * clip(up, -limit, limit) of gate and up [R, D], times `weight` fp32 [R, 1] if there is one: one rounding."""
+
     def hyper_maps(self, mix: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
         """read [T, n], write [T, n], comb [T, n, n] (source stream first) of a hyper-connection from mix [T, n (2 + n)], all fp32."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.triton_fused import hyper_maps, norm_rotate
+from kernels.triton_fused import hyper_maps, norm_rotate, swiglu
 
 
 class TritonRowOperations:
@@ -20,6 +20,10 @@ class TritonRowOperations:
     def rotate(self, x: Tensor, rotation: Tensor, inverse: bool = False) -> Tensor:
         """See `norm_rotate.rotate`."""
         return norm_rotate.rotate(x, rotation, inverse)
+
+    def swiglu(self, gate: Tensor, up: Tensor, limit: float, weight: Tensor | None = None) -> Tensor:
+        """See `swiglu.swiglu`."""
+        return swiglu.swiglu(gate, up, limit, weight)
 
     def hyper_maps(self, mix: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
         """See `hyper_maps.hyper_maps`."""

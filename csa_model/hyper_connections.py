@@ -6,6 +6,8 @@ Legend: T tokens, n streams, d hidden. `streams` is [T, n, d]; maps are fp32 (fl
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -116,7 +118,10 @@ def _inputs(streams: Tensor, y: Tensor) -> Tensor:
 
 
 class HyperConnection(nn.Module):
-    """Maps around one sublayer: `collapse` reads its input from the streams, `expand` writes its output back and mixes the streams."""
+    """Maps around one sublayer: `collapse` reads its input from the streams, `expand` writes its output back and mixes the streams.
+
+    `around` is both, by the backend's kernels where it has them for this number of streams.
+    """
 
     def __init__(self, config: ModelConfig, fused: RowOperations | None = None) -> None:
         super().__init__()
@@ -135,15 +140,19 @@ class HyperConnection(nn.Module):
         nn.init.constant_(self.scale, self.init_scale)
         nn.init.zeros_(self.base)
 
+    def around(self, streams: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Input of the sublayer [T, d], and the function that turns the sublayer's output [T, d] into the new streams [T, n, d]."""
+        if self.fused is None or torch.compiler.is_compiling():
+            x, write, mix = self.collapse(streams)
+            return x, lambda y: self.expand(streams, y, write, mix)
+        return self.fused.around_sublayer(streams, self.fn, self.scale, self.base, self.iterations, self.hc_eps, self.norm_eps)
+
     def maps(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """read [T, n], write [T, n] and mix [n, n, T] (first axis: source stream)."""
         return self.maps_of(_Mix.apply(streams, self.fn, self.norm_eps), self.scale, self.base)
 
     def maps_of(self, mix: Tensor, scale: Tensor, base: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The maps from the projected streams mix [T, n (2 + n)]."""
-        if self.fused is not None:
-            read, write, comb = self.fused.hyper_maps(mix, scale, base, self.iterations, self.hc_eps)
-            return read, write, comb.permute(1, 2, 0)
         n = self.n
         read = torch.sigmoid(mix[:, :n] * scale[0] + base[:n]) + self.hc_eps
         write = 2 * torch.sigmoid(mix[:, n : 2 * n] * scale[1] + base[n : 2 * n])
@@ -164,9 +173,10 @@ class HyperConnection(nn.Module):
 class HyperHead(nn.Module):
     """Collapses the streams before a final norm: streams [T, n, d] -> [T, d]."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, fused: RowOperations | None = None) -> None:
         super().__init__()
         hc = config.hyper_connections
+        self.fused = fused if fused is not None and hc.hc_mult in fused.streams else None
         self.hc_eps, self.norm_eps, self.init_scale = hc.hc_eps, config.rms_norm_eps, hc.init_scale
         self.fn = nn.Parameter(torch.empty(hc.hc_mult, hc.hc_mult * config.hidden_size))
         self.scale = nn.Parameter(torch.empty(1))
@@ -179,5 +189,7 @@ class HyperHead(nn.Module):
         nn.init.zeros_(self.base)
 
     def forward(self, streams: Tensor) -> Tensor:
+        if self.fused is not None and not torch.compiler.is_compiling():
+            return self.fused.collapse_streams(streams, self.fn, self.scale, self.base, self.hc_eps, self.norm_eps)
         weights = torch.sigmoid(_Mix.apply(streams, self.fn, self.norm_eps) * self.scale + self.base) + self.hc_eps
         return _Collapse.apply(weights, streams)

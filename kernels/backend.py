@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import importlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -77,7 +78,7 @@ class IndexerStats:
 class RowOperations(Protocol):
     """What a backend fuses of the work on single rows around the attention; csa_model holds the plain counterparts."""
 
-    streams: tuple[int, ...]  # numbers of residual streams that hyper_maps takes
+    streams: tuple[int, ...]  # numbers n of residual streams that the hyper-connections below take
 
     def norm_rotate(self, x: Tensor, weight: Tensor | None, eps: float, rotation: Tensor | None = None) -> Tensor:
         """RMS norm of x [T, D] or [T, H, D], with `weight` [D] or without, then `rotate` by `rotation` if there is one: one rounding for both."""
@@ -88,8 +89,21 @@ class RowOperations(Protocol):
     def swiglu(self, gate: Tensor, up: Tensor, limit: float, weight: Tensor | None = None) -> Tensor:
         """silu(min(gate, limit)) * clip(up, -limit, limit) of gate and up [R, D], times `weight` fp32 [R, 1] if there is one: one rounding."""
 
-    def hyper_maps(self, mix: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        """read [T, n], write [T, n], comb [T, n, n] (source stream first) of a hyper-connection from mix [T, n (2 + n)], all fp32."""
+    def around_sublayer(
+        self, streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float, norm_eps: float
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """A hyper-connection: the input x [T, d] of a sublayer, and the function from its output y [T, d] to the new streams [T, n, d].
+
+        With mix = fn @ RMS norm of the flattened streams [T, n, d], in fp32: read = sigmoid + eps and write = 2 sigmoid of the first and second n
+        columns, comb [n, n] from the others by `iterations` of row and column normalisation, each of mix * scale + base. x = sum over j of
+        read[j] * streams[j]; new[s] = write[s] * y + sum over j of comb[j, s] * streams[j]. In the dtype of the streams.
+
+        Args:
+            fn: fp32 [n (2 + n), n d]; scale: fp32 [3], of read, write and comb; base: fp32 [n (2 + n)]. norm_eps: of the RMS norm; eps: of the rest.
+        """
+
+    def collapse_streams(self, streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float) -> Tensor:
+        """x [T, d] as in `around_sublayer`, of a connection that only reads: fn fp32 [n, n d], scale [1], base [n]."""
 
 
 class Backend(ABC):

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
-from kernels.triton_fused import hyper_maps, norm_rotate, swiglu
+from kernels.triton_fused import hyper_maps, norm_rotate, stream_mix, swiglu
 
 
 class TritonRowOperations:
-    """Norms, rotations and the maps of hyper-connections, one kernel each way; differentiable once."""
+    """Norms, rotations and hyper-connections in few kernels each way; differentiable once."""
 
     streams: tuple[int, ...] = hyper_maps.STREAMS
 
@@ -25,6 +27,12 @@ class TritonRowOperations:
         """See `swiglu.swiglu`."""
         return swiglu.swiglu(gate, up, limit, weight)
 
-    def hyper_maps(self, mix: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        """See `hyper_maps.hyper_maps`."""
-        return hyper_maps.hyper_maps(mix, scale, base, iterations, eps)
+    def around_sublayer(
+        self, streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float, norm_eps: float
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """See `stream_mix.around_sublayer`."""
+        return stream_mix.around_sublayer(streams, fn, scale, base, iterations, eps, norm_eps)
+
+    def collapse_streams(self, streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float) -> Tensor:
+        """See `stream_mix.collapse_streams`."""
+        return stream_mix.collapse_streams(streams, fn, scale, base, eps, norm_eps)

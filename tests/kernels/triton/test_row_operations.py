@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from benchmarks.csa_gate_checks import norm_error, poisoned_outputs
 from csa_model import rotary
@@ -21,7 +21,11 @@ from csa_model.indexer import Indexer
 from csa_model.layers import RMSNorm, rms_norm
 from kernels import PackedLayout, RowOperations, get_backend
 from kernels.unfused import UnfusedBackend
+from tests.kernels.triton.conftest import HAS_TRITON
 from tests.model.helpers import SPARSE, build, next_of, random_tokens, tiny_config
+
+if HAS_TRITON:
+    from kernels.triton_fused import hyper_maps, norm_rotate
 
 EPS = 1e-6
 # A few times what one rounding of the result costs: 1.7e-3 of the norm in bfloat16, 2e-4 in float16. The interpreter truncates to bfloat16 instead.
@@ -85,14 +89,12 @@ def test_norm_and_rotation_in_one(device: str, fused: RowOperations, shape: tupl
 
 
 def test_rows_of_a_grid_shorter_than_the_blocks_add_up(device: str, fused: RowOperations, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kernels.triton_fused import hyper_maps, norm_rotate
-
     monkeypatch.setattr(norm_rotate, "PROGRAMS", 2)
     monkeypatch.setattr(hyper_maps, "PROGRAMS", 2)
     torch.manual_seed(0)
     x, weight = torch.randn(23, 512, device=device), torch.randn(512, device=device)
     compare(lambda x, w: fused.norm_rotate(x, w, EPS), lambda x, w: rms_norm(x, w, EPS), [x, weight], TOLERANCE[torch.float32])
-    compare_maps(fused, device, 9, 4, 20)
+    compare_maps(device, 9, 4, 20)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -114,45 +116,57 @@ def test_rotation_alone_is_out_of_place_and_takes_strides(device: str, fused: Ro
     )
 
 
-def maps(module: HyperConnection, mix: Tensor, scale: Tensor, base: Tensor) -> Tensor:
-    """All maps of a connection in one tensor [T, n (2 + n)], from a given projection."""
-    read, write, comb = module.maps_of(mix, scale, base)
-    return torch.cat([read, write, comb.permute(2, 0, 1).flatten(1)], 1)
+class Maps(torch.autograd.Function):
+    """The kernels of the maps as one differentiable function."""
+
+    @staticmethod
+    def forward(ctx: Any, mix: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(mix, scale, base)
+        ctx.settings = iterations, eps
+        return hyper_maps.maps_forward(mix, scale, base, iterations, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *hyper_maps.maps_backward(*ctx.saved_tensors, *(g.contiguous() for g in grads), *ctx.settings), None, None
 
 
-def compare_maps(fused: RowOperations, device: str, tokens: int, streams: int, iterations: int, eps: float = EPS) -> None:
+def in_one(read: Tensor, write: Tensor, comb: Tensor) -> Tensor:
+    """All maps of a connection in one tensor [T, n (2 + n)]."""
+    return torch.cat([read, write, comb.flatten(1)], 1)
+
+
+def compare_maps(device: str, tokens: int, streams: int, iterations: int, eps: float = EPS) -> None:
     config = tiny_config(hyper_connections=HyperConnectionsConfig(hc_mult=streams, hc_sinkhorn_iters=iterations, hc_eps=eps))
     rows = streams * (2 + streams)
     tensors = [2 * torch.randn(tokens, rows, device=device), 0.5 + torch.rand(3, device=device), torch.randn(rows, device=device)]
-    ours, exact = HyperConnection(config, fused), HyperConnection(config)
-    assert ours.fused is fused
-    compare(lambda *t: maps(ours, *t), lambda *t: maps(exact, *t), tensors, 2e-6)
+
+    def exact(*tensors: Tensor) -> Tensor:
+        read, write, comb = HyperConnection(config).maps_of(*tensors)
+        return in_one(read, write, comb.permute(2, 0, 1))
+
+    compare(lambda *t: in_one(*Maps.apply(*t, iterations, eps)), exact, tensors, 2e-6)
 
 
 @pytest.mark.parametrize(("tokens", "streams", "iterations"), [(13, 4, 20), (1, 4, 20), (0, 4, 20), (5, 4, 1), (33, 1, 3), (11, 2, 20), (3, 8, 20)])
-def test_maps_of_a_hyper_connection(device: str, fused: RowOperations, tokens: int, streams: int, iterations: int) -> None:
+def test_maps_of_a_hyper_connection(device: str, tokens: int, streams: int, iterations: int) -> None:
     torch.manual_seed(0)
-    compare_maps(fused, device, tokens, streams, iterations)
+    compare_maps(device, tokens, streams, iterations)
 
 
-def test_maps_with_an_eps_that_shows(device: str, fused: RowOperations) -> None:
+def test_maps_with_an_eps_that_shows(device: str) -> None:
     torch.manual_seed(0)
-    compare_maps(fused, device, 5, 4, 2, eps=0.03)
+    compare_maps(device, 5, 4, 2, eps=0.03)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
-def test_maps_of_extreme_logits_stay_finite_and_nearly_doubly_stochastic(device: str, fused: RowOperations) -> None:
+def test_maps_of_extreme_logits_stay_finite_and_nearly_doubly_stochastic(device: str) -> None:
     torch.manual_seed(0)
     mix = (200 * torch.randn(9, 24, device=device)).requires_grad_()
     scale, base = torch.ones(3, device=device, requires_grad=True), torch.zeros(24, device=device, requires_grad=True)
-    read, write, comb = fused.hyper_maps(mix, scale, base, 20, EPS)
+    read, write, comb = Maps.apply(mix, scale, base, 20, EPS)
     grads = torch.autograd.grad(read.sum() + write.sum() + comb.square().sum(), [mix, scale, base])
     assert all(t.isfinite().all() for t in (read, write, comb, *grads))
     assert (comb.sum(1) - 1).abs().max() < 1e-4
-
-
-def test_other_numbers_of_streams_stay_with_pytorch(device: str, fused: RowOperations) -> None:
-    assert HyperConnection(tiny_config(hyper_connections=HyperConnectionsConfig(hc_mult=3)), fused).fused is None
 
 
 @pytest.mark.parametrize(
@@ -162,10 +176,6 @@ def test_other_numbers_of_streams_stay_with_pytorch(device: str, fused: RowOpera
         (lambda f: f.norm_rotate(torch.zeros(2, 8), torch.ones(7), EPS), r"weight must be \[8\]"),
         (lambda f: f.rotate(torch.zeros(2, 8), torch.zeros(3, 2, dtype=torch.complex64)), r"complex64 \[2, r/2\]"),
         (lambda f: f.rotate(torch.zeros(2, 8), torch.zeros(2, 5, dtype=torch.complex64)), "last 10 of 8"),
-        (lambda f: f.hyper_maps(torch.zeros(2, 15), torch.zeros(3), torch.zeros(15), 20, EPS), "1, 2, 4, 8 streams"),
-        (lambda f: f.hyper_maps(torch.zeros(2, 24), torch.zeros(1), torch.zeros(24), 20, EPS), r"scale must be \[3\]"),
-        (lambda f: f.hyper_maps(torch.zeros(2, 24).double(), torch.zeros(3), torch.zeros(24), 20, EPS), "float32"),
-        (lambda f: f.hyper_maps(torch.zeros(2, 24), torch.zeros(3), torch.zeros(24), 0, EPS), "1 or more"),
     ],
 )
 def test_what_does_not_fit_is_refused(fused: RowOperations, call: Callable[[RowOperations], Tensor], message: str) -> None:
@@ -199,27 +209,6 @@ def test_a_decoder_step_is_the_plain_one(device: str, monkeypatch: pytest.Monkey
     assert results[0].keys() == results[1].keys()
     for name, exact in results[1].items():
         assert (results[0][name] - exact).abs().max() <= 3e-4 * exact.abs().max() + 1e-7, name
-
-
-def test_autocast_and_recomputation_repeat_bit_for_bit(device: str, fused: RowOperations) -> None:
-    torch.manual_seed(0)
-    module = HyperConnection(tiny_config(), fused).to(device)
-    rotation = rotation_of(7, 4, device).to(torch.complex64)
-    streams = torch.randn(7, 4, 24, device=device).bfloat16()
-
-    def sublayer(streams: Tensor, weight: Tensor) -> Tensor:
-        x, write, mix = module.collapse(streams)
-        return module.expand(streams, fused.norm_rotate(x, weight, EPS, rotation), write, mix)
-
-    results = []
-    for recompute in (False, True, False):
-        leaves = [streams.clone().requires_grad_(), torch.ones(24, device=device, requires_grad=True)]
-        with torch.autocast(device, torch.bfloat16):
-            out = checkpoint(sublayer, *leaves, use_reentrant=False) if recompute else sublayer(*leaves)
-        assert out.dtype == torch.bfloat16
-        results.append([out, *torch.autograd.grad(out.float().square().sum(), [*leaves, module.fn, module.scale, module.base])])
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 def test_a_model_built_for_a_gpu_takes_them_and_the_composition_says_so(device: str) -> None:

@@ -41,9 +41,7 @@ class Block(nn.Module):
         self.attn = Attention(config, backend, layer, config.compress_ratios[layer])
         hashed = layer < min(config.moe.num_hash_layers, config.num_hidden_layers)  # the MTP block is always scored
         self.ffn: MoE | SwiGLU = (
-            MoE(config, layer, hashed, std_out, fused)
-            if config.moe.enabled
-            else SwiGLU(config, config.moe.dense_intermediate_size, std_out, fused)
+            MoE(config, layer, hashed, std_out, fused) if config.moe.enabled else SwiGLU(config, config.moe.dense_intermediate_size, std_out, fused)
         )
         enabled = config.hyper_connections.enabled
         self.hc_attn, self.hc_ffn = (HyperConnection(config, fused) if enabled else None for _ in range(2))
@@ -62,8 +60,7 @@ def _around(connection: HyperConnection | None, state: Tensor) -> tuple[Tensor, 
     """Input of a sublayer [T, d], and the function that turns the sublayer's output into the new state."""
     if connection is None:
         return state, lambda y: state + y
-    x, write, mix = connection.collapse(state)
-    return x, lambda y: connection.expand(state, y, write, mix)
+    return connection.around(state)
 
 
 class MTPBlock(Block):
@@ -76,8 +73,9 @@ class MTPBlock(Block):
         super().__init__(config, backend, config.num_hidden_layers)
         d, eps = config.hidden_size, config.rms_norm_eps
         self.e_proj, self.h_proj = Linear(d, d, config.initializer_range), Linear(d, d, config.initializer_range)
-        self.enorm, self.hnorm, self.norm = (RMSNorm(d, eps, backend.row_operations()) for _ in range(3))
-        self.hc_head = HyperHead(config) if config.hyper_connections.enabled else None
+        fused = backend.row_operations()
+        self.enorm, self.hnorm, self.norm = (RMSNorm(d, eps, fused) for _ in range(3))
+        self.hc_head = HyperHead(config, fused) if config.hyper_connections.enabled else None
 
     def join(self, state: Tensor, next_embedding: Tensor) -> Tensor:
         """Input state of the block from the trunk's last state and the embeddings [T, d] of the next tokens."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the attention backward needs before it starts, from one pass over out and its gradient.
+"""What the portable attention backward needs before it starts, from one pass over out and its gradient (the kernel for SM90 finds it out itself).
 
     delta[r, h] = sum_d out * grad_out            the row constant of the softmax backward
     z[r, h]     = logaddexp(lse, sink)            the full log denominator; kept times log2(e)
@@ -58,7 +58,8 @@ def prepare_kernel(
         z = top + tl.log(1.0 + tl.exp(gap))
         tl.store(DELTA + row * H + head, delta, mask=inside)
         tl.store(Z_LOG2 + row * H + head, z * LOG2_E, mask=inside)
-        d_sink -= tl.where(sink == z, 1.0, tl.exp(sink - z)) * delta
+        # a row without keys has no part in it, whatever stands in the gradient of its out
+        d_sink -= tl.where(lse == float("-inf"), 0.0, tl.where(sink == z, 1.0, tl.exp(sink - z)) * delta)
     tl.store(PARTIAL_SINK + block.to(tl.int64) * H + head, d_sink, mask=head < H)
 
 

@@ -154,6 +154,14 @@ def test_rows_without_a_key_give_zero(device) -> None:
         assert torch.isfinite(tensor).all()
 
 
+def test_padding_does_not_reach_the_gradient_of_the_sink(device) -> None:
+    problem = Problem((7,), 3, 16, 4, padding=4, device=device)
+    expected = problem.run()[1]
+    problem.grad_out[7:] = math.nan
+    for actual, wanted in zip(problem.run()[1][1:4], expected[1:4], strict=True):
+        assert torch.equal(actual, wanted)
+
+
 def test_extreme_sinks_and_logits(device) -> None:
     """Sinks of +-inf, +-1e4 and +-200; logits of some hundred."""
     problem = Problem((12, 9), 6, 16, 5, device=device)

@@ -136,9 +136,9 @@ def test_results_do_not_depend_on_what_memory_held(device, everywhere, monkeypat
 
 def assert_same(device: str, actual, expected) -> None:
     """Bit-equal; on a GPU the gradients of the keys add up in any order."""
-    (out, lse), (dq, d_window, d_entries, *_) = actual
-    (out2, lse2), (dq2, d_window2, d_entries2, *_) = expected
-    for a, b in ((out, out2), (lse, lse2), (dq, dq2)):
+    (out, lse), (dq, d_window, d_entries, d_sink, _) = actual
+    (out2, lse2), (dq2, d_window2, d_entries2, d_sink2, _) = expected
+    for a, b in ((out, out2), (lse, lse2), (dq, dq2), (d_sink, d_sink2)):
         assert torch.equal(a, b)
     for a, b in ((d_window, d_window2), (d_entries, d_entries2)):
         assert torch.isfinite(a).all()

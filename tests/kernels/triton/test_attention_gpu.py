@@ -144,11 +144,12 @@ def test_rows_that_share_their_keys(heads: int, dim: int, dtype: torch.dtype, mo
     for lengths in ((301, 0, 1, 290), (5, 1, 0, 64, 3, 3, 700, 17)):
         inputs = Inputs(lengths, heads, dim, 0, padding=77, window=window, ratio=ratio, mode=mode, dtype=dtype)
         assert_agrees(inputs, TOLERANCE[dtype])
-        (out, _), (dq, d_window, d_entries, *_) = inputs.run()
+        (out, _), (dq, d_window, d_entries, d_sink, _) = inputs.run()
         inputs.q[-77:] = inputs.window_kv[-77:] = inputs.grad_out[-77:] = inputs.compressed_kv[-3:] = math.nan
-        (out2, _), (dq2, d_window2, d_entries2, *_) = inputs.run()
+        (out2, _), (dq2, d_window2, d_entries2, d_sink2, _) = inputs.run()
         assert torch.equal(out2, out), "what stands in padding does not matter"
         assert torch.equal(dq2, dq)
+        assert torch.equal(d_sink2, d_sink)
         for actual, expected in ((d_window2, d_window), (d_entries2, d_entries)):
             assert distance(actual, expected) < 1e-3  # the order of the additions, after their rounding to the dtype
 

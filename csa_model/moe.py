@@ -66,9 +66,9 @@ class Gate(nn.Module):
     bias: Tensor
     tid2eid: Tensor
 
-    def __init__(self, config: ModelConfig, hashed: bool) -> None:
+    def __init__(self, config: ModelConfig, hashed: bool, fused: RowOperations | None = None) -> None:
         super().__init__()
-        moe = config.moe
+        moe, self.fused = config.moe, fused
         self.experts, self.topk, self.scaling, self.hashed = moe.n_routed_experts, moe.num_experts_per_tok, moe.routed_scaling_factor, hashed
         self.std = config.initializer_range
         self.weight = nn.Parameter(torch.empty(self.experts, config.hidden_size))
@@ -87,8 +87,12 @@ class Gate(nn.Module):
 
     def forward(self, x: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """scores fp32 [T, E], expert ids int64 [T, K], weights fp32 [T, K]."""
+        logits = linear_fp32(x, self.weight)
+        if self.fused is not None and not torch.compiler.is_compiling():
+            bias, given = (None, self.tid2eid[token_ids]) if self.hashed else (self.bias, None)
+            return self.fused.route(logits, bias, given, self.topk, self.scaling)
         # softplus is exactly 0 in fp32 below -104, where the gradient of its square root would be NaN
-        scores = torch.sqrt(F.softplus(linear_fp32(x, self.weight)) + 1e-20)
+        scores = torch.sqrt(F.softplus(logits) + 1e-20)
         experts = self.tid2eid[token_ids] if self.hashed else (scores.detach() + self.bias).topk(self.topk).indices
         weights = scores.gather(1, experts)
         return scores, experts, weights * (self.scaling / weights.sum(-1, keepdim=True))
@@ -247,7 +251,7 @@ class MoE(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, hashed: bool, std_out: float, fused: RowOperations | None = None) -> None:
         super().__init__()
         self.layer = layer
-        self.gate = Gate(config, hashed)
+        self.gate = Gate(config, hashed, fused)
         self.experts = Experts(config, std_out, fused)
         shared = config.moe.n_shared_experts
         self.shared_experts = SwiGLU(config, shared * config.moe.moe_intermediate_size, std_out, fused) if shared else None

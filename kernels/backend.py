@@ -89,6 +89,12 @@ class RowOperations(Protocol):
     def swiglu(self, gate: Tensor, up: Tensor, limit: float, weight: Tensor | None = None) -> Tensor:
         """silu(min(gate, limit)) * clip(up, -limit, limit) of gate and up [R, D], times `weight` fp32 [R, 1] if there is one: one rounding."""
 
+    def route(self, logits: Tensor, bias: Tensor | None, given: Tensor | None, topk: int, scaling: float) -> tuple[Tensor, Tensor, Tensor]:
+        """scores [T, E] = sqrt(softplus(logits)), expert ids int64 [T, K] and their weights [T, K], scores over their sum times `scaling`; fp32.
+
+        The experts are the K highest of scores + `bias` [E], or `given` int64 [T, K]; one of the two is None.
+        """
+
     def around_sublayer(
         self, streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float, norm_eps: float
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from kernels.triton_fused import hyper_maps, norm_rotate, stream_mix, swiglu
+from kernels.triton_fused import hyper_maps, norm_rotate, route, stream_mix, swiglu
 
 
 class TritonRowOperations:
@@ -26,6 +26,10 @@ class TritonRowOperations:
     def swiglu(self, gate: Tensor, up: Tensor, limit: float, weight: Tensor | None = None) -> Tensor:
         """See `swiglu.swiglu`."""
         return swiglu.swiglu(gate, up, limit, weight)
+
+    def route(self, logits: Tensor, bias: Tensor | None, given: Tensor | None, topk: int, scaling: float) -> tuple[Tensor, Tensor, Tensor]:
+        """See `route.route`."""
+        return route.route(logits, bias, given, topk, scaling)
 
     def around_sublayer(
         self, streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float, norm_eps: float

@@ -8,6 +8,7 @@ import json
 
 import torch
 
+from kernels.triton_fused import hyper_maps
 from kernels.triton_fused.row_operations import TritonRowOperations
 from tests.kernels.triton.aot import compiling_for_sm90
 
@@ -19,9 +20,9 @@ def main() -> None:
     with compiling_for_sm90() as kernels:
         for streams in (4, 8):
             rows = streams * (2 + streams)
-            leaves = [torch.zeros(40, rows, requires_grad=True), torch.zeros(3, requires_grad=True), torch.zeros(rows, requires_grad=True)]
-            maps = fused.hyper_maps(*leaves, 20, 1e-6)
-            torch.autograd.grad(maps, leaves, [torch.zeros_like(m) for m in maps])
+            operands = torch.zeros(40, rows), torch.zeros(3), torch.zeros(rows)
+            maps = hyper_maps.maps_forward(*operands, 20, 1e-6)
+            hyper_maps.maps_backward(*operands, *maps, 20, 1e-6)
         for shape, turned, weighted in ROWS:
             x = torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
             weight = torch.zeros(shape[-1], requires_grad=True) if weighted else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole decoder step on a GPU with the fused operations around the attention and without them."""
+"""A sublayer and a whole decoder step on a GPU with the fused operations around the attention and without them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from csa_model.attention import AttentionMode
 from csa_model.config import HyperConnectionsConfig
 from csa_model.decoder import Decoder
+from csa_model.hyper_connections import HyperConnection, HyperHead
 from kernels import PackedLayout, get_backend
 from tests.model.helpers import build, next_of, plain_config, random_tokens
 
@@ -51,3 +52,47 @@ def test_a_step_is_as_close_to_float32_as_with_the_plain_operations(monkeypatch:
     for name, reference in exact.items():
         errors = [float((values[name].float() - reference).norm()) for values in (fused, plain)]
         assert errors[0] <= 2 * errors[1] + 2e-2 * float(reference.norm()), (name, errors)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "n", "d", "dtype"),
+    [
+        (1000, 4, 512, torch.bfloat16),  # each tile of the projection
+        (8200, 4, 512, torch.bfloat16),
+        (16400, 4, 512, torch.bfloat16),
+        (600, 4, 4096, torch.bfloat16),
+        (777, 4, 528, torch.float32),
+        (300, 8, 512, torch.float32),
+        (300, 8, 272, torch.bfloat16),
+        (300, 2, 512, torch.float16),
+        (300, 1, 512, torch.bfloat16),
+    ],
+)
+def test_a_sublayer_is_as_close_to_float64_as_with_the_plain_operations(tokens: int, n: int, d: int, dtype: torch.dtype) -> None:
+    from kernels.triton_fused.row_operations import TritonRowOperations
+
+    torch.manual_seed(0)
+    tensors = [torch.randn(shape, device="cuda").to(dtype) for shape in ((tokens, n, d), (d,), (tokens, d), (tokens, n, d))]
+
+    def run(fused: TritonRowOperations | None, kind: torch.dtype) -> list[Tensor]:
+        torch.manual_seed(1)
+        config = plain_config(hidden_size=d, hyper_connections=HyperConnectionsConfig(hc_mult=n))
+        module, head = HyperConnection(config, fused).cuda(), HyperHead(config, fused).cuda()
+        parameters = [*module.parameters(), *head.parameters()]
+        for p in parameters:
+            torch.nn.init.normal_(p, std=(n * d) ** -0.5 if p.dim() == 2 else 0.5)
+        if kind == torch.float64:
+            module.double(), head.double()
+        streams, gain, d_x, d_new = (t.to(kind) for t in tensors)
+        leaves = [streams.requires_grad_(), gain.requires_grad_(), *parameters]
+        x, put_back = module.around(leaves[0])
+        new = put_back(x * leaves[1])
+        hidden = head(new)
+        return [x, new, hidden, *torch.autograd.grad([x, new, hidden], leaves, [d_x, d_new, d_x])]
+
+    exact, fused, plain = run(None, torch.float64), run(TritonRowOperations(), dtype), run(None, dtype)
+    again = run(TritonRowOperations(), dtype)
+    for i, reference in enumerate(exact):
+        errors = [float((values[i].double() - reference).norm() / reference.norm()) for values in (fused, plain)]
+        assert errors[0] <= 1.5 * errors[1] + 5e-6, (i, errors)
+        assert torch.equal(fused[i], again[i]), i

@@ -19,16 +19,24 @@ from torch import Tensor
 
 from kernels.triton_fused.rounding import power_of_two
 from kernels.triton_fused.teacher import safe_top
+from kernels.triton_fused.tuples import appended
 
 
 @dataclass(frozen=True)
 class LossTiling:
-    """Heads x keys of one product, warps and pipeline stages."""
+    """Heads x keys of one product, warps and pipeline stages.
+
+    chunk: head dims of one product, all if 0. fold: sum d index_w over keys as far as that takes no exchange between threads. registers: most of a
+    thread, as many as there are if 0.
+    """
 
     heads: int
     keys: int
     warps: int
     stages: int
+    chunk: int = 0
+    fold: bool = False
+    registers: int = 0
 
 
 def loss_tiling(heads: int, head_dim: int, dtype: torch.dtype) -> LossTiling:
@@ -43,23 +51,47 @@ def loss_tiling(heads: int, head_dim: int, dtype: torch.dtype) -> LossTiling:
 
 
 @triton.jit
-def gather_keys(SUPPORT, KEYS, row, n, first, end, K, DI: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):
-    """ids [BLOCK_N], their validity and their keys [BLOCK_N, BLOCK_D], 0 where invalid."""
+def gather_keys(SUPPORT, KEYS, row, n, first, end, K, DI: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """ids [BLOCK_N], their validity and their keys, CHUNKS times [BLOCK_N, CHUNK], 0 where invalid."""
     slot = n + tl.arange(0, BLOCK_N)
-    dim = tl.arange(0, BLOCK_D)
+    dim = tl.arange(0, CHUNK)
     ids = tl.load(SUPPORT + row * K + slot, mask=slot < K, other=-1)
     valid = (ids >= first) & (ids < end)
-    k = tl.load(KEYS + ids.to(tl.int64)[:, None] * DI + dim[None, :], mask=valid[:, None] & (dim < DI)[None, :], other=0.0)
-    return ids, valid, k
+    line = KEYS + ids.to(tl.int64)[:, None] * DI + dim[None, :]
+    keys = ()
+    for c in tl.static_range(CHUNKS):
+        keys = appended(keys, tl.load(line + c * CHUNK, mask=valid[:, None] & (c * CHUNK + dim < DI)[None, :], other=0.0))
+    return ids, valid, keys
 
 
 @triton.jit
 def head_block(Q, WEIGHTS, row, h0: tl.constexpr, HI: tl.constexpr, DI: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):
     """Index queries [BLOCK_H, BLOCK_D] and weights [BLOCK_H] of the heads from h0, 0 beyond the last."""
+    q, w = head_chunks(Q, WEIGHTS, row, h0, HI, DI, BLOCK_H, BLOCK_D, 1)
+    return q[0], w
+
+
+@triton.jit
+def head_chunks(
+    Q, WEIGHTS, row, h0: tl.constexpr, HI: tl.constexpr, DI: tl.constexpr, BLOCK_H: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
+):
+    """Index queries, CHUNKS times [BLOCK_H, CHUNK], and weights [BLOCK_H] of the heads from h0, 0 beyond the last."""
     head = h0 + tl.arange(0, BLOCK_H)
-    dim = tl.arange(0, BLOCK_D)
-    q = tl.load(Q + row * (HI * DI) + head[:, None] * DI + dim[None, :], mask=(head < HI)[:, None] & (dim < DI)[None, :], other=0.0)
+    dim = tl.arange(0, CHUNK)
+    line = Q + row * (HI * DI) + head[:, None] * DI + dim[None, :]
+    q = ()
+    for c in tl.static_range(CHUNKS):
+        q = appended(q, tl.load(line + c * CHUNK, mask=(head < HI)[:, None] & (c * CHUNK + dim < DI)[None, :], other=0.0))
     return q, tl.load(WEIGHTS + row * HI + head, mask=head < HI, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def head_products(q, k, CHUNKS: tl.constexpr, PRECISION: tl.constexpr):
+    """q . k [BLOCK_H, BLOCK_N], summed over the chunks of the head dim."""
+    s = tl.dot(q[0], tl.trans(k[0]), input_precision=PRECISION)
+    for c in tl.static_range(1, CHUNKS):
+        s = tl.dot(q[c], tl.trans(k[c]), s, input_precision=PRECISION)
+    return s
 
 
 @triton.jit
@@ -85,9 +117,11 @@ def loss_kernel(
     HI: tl.constexpr,
     DI: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    FOLD: tl.constexpr,
     SCORES_GIVEN: tl.constexpr,
     WITH_GRAD: tl.constexpr,
     DETERMINISTIC: tl.constexpr,
@@ -101,15 +135,15 @@ def loss_kernel(
     present = (all_ids >= first) & (all_ids < end)
     extent = tl.max(tl.where(present, slot + 1, 0), 0)
     if HI <= BLOCK_H:
-        q, w = head_block(Q, WEIGHTS, row, 0, HI, DI, BLOCK_H, BLOCK_D)
+        q, w = head_chunks(Q, WEIGHTS, row, 0, HI, DI, BLOCK_H, CHUNK, CHUNKS)
     if not SCORES_GIVEN:
         for n in range(0, extent, BLOCK_N):
-            ids, valid, k = gather_keys(SUPPORT, KEYS, row, n, first, end, K, DI, BLOCK_D, BLOCK_N)
+            ids, valid, k = gather_keys(SUPPORT, KEYS, row, n, first, end, K, DI, CHUNK, CHUNKS, BLOCK_N)
             score = tl.zeros([BLOCK_N], tl.float32)
             for h0 in tl.static_range(0, HI, BLOCK_H):
                 if HI > BLOCK_H:
-                    q, w = head_block(Q, WEIGHTS, row, h0, HI, DI, BLOCK_H, BLOCK_D)
-                s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+                    q, w = head_chunks(Q, WEIGHTS, row, h0, HI, DI, BLOCK_H, CHUNK, CHUNKS)
+                s = head_products(q, k, CHUNKS, PRECISION)
                 score += tl.sum(tl.maximum(s, 0.0) * w[:, None], 0)
             tl.store(SCORES + row * K + n + tl.arange(0, BLOCK_N), score, mask=n + tl.arange(0, BLOCK_N) < K)
         tl.debug_barrier()  # the row was written by other threads of this program
@@ -134,30 +168,45 @@ def loss_kernel(
         tl.debug_barrier()
         if DETERMINISTIC:
             unit = tl.load(UNIT)
-        dim = tl.arange(0, BLOCK_D)
+        dim = tl.arange(0, CHUNK)
         for h0 in tl.static_range(0, HI, BLOCK_H):
             if HI > BLOCK_H:
-                q, w = head_block(Q, WEIGHTS, row, h0, HI, DI, BLOCK_H, BLOCK_D)
-            dq = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
-            # summed over keys once at the end: a sum across warps per tile costs a quarter of the time
-            d_weight = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
+                q, w = head_chunks(Q, WEIGHTS, row, h0, HI, DI, BLOCK_H, CHUNK, CHUNKS)
+            dq = ()
+            for _ in tl.static_range(CHUNKS):
+                dq = appended(dq, tl.zeros([BLOCK_H, CHUNK], tl.float32))
+            # summed over keys once at the end: a sum across warps per tile costs a quarter of the time. Folded, every eighth key falls on the
+            # same thread in the layout of a matrix product
+            d_weight = tl.zeros([BLOCK_H, 8 if FOLD else BLOCK_N], tl.float32)
             for n in range(0, extent, BLOCK_N):
-                ids, valid, k = gather_keys(SUPPORT, KEYS, row, n, first, end, K, DI, BLOCK_D, BLOCK_N)
+                ids, valid, k = gather_keys(SUPPORT, KEYS, row, n, first, end, K, DI, CHUNK, CHUNKS, BLOCK_N)
                 g = tl.load(SCRATCH + row * K + n + tl.arange(0, BLOCK_N), mask=valid, other=0.0)
-                s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-                d_weight += tl.maximum(s, 0.0) * g[None, :]
-                ds = tl.where(s > 0.0, w[:, None] * g[None, :], 0.0).to(k.dtype)
-                dq = tl.dot(ds, k, dq, input_precision=PRECISION)
-                dk = tl.dot(tl.trans(ds), q, input_precision=PRECISION) * grad
-                address = D_KEYS + ids.to(tl.int64)[:, None] * DI + dim[None, :]
-                inside = valid[:, None] & (dim < DI)[None, :]
-                if DETERMINISTIC:
-                    tl.atomic_add(address, (dk * unit).to(tl.int64), mask=inside, sem="relaxed")
+                s = head_products(q, k, CHUNKS, PRECISION)
+                if FOLD:
+                    d_weight += tl.sum(tl.reshape(tl.maximum(s, 0.0) * g[None, :], (BLOCK_H, BLOCK_N // 8, 8)), 1)
                 else:
-                    tl.atomic_add(address, dk, mask=inside, sem="relaxed")
+                    d_weight += tl.maximum(s, 0.0) * g[None, :]
+                ds = tl.where(s > 0.0, w[:, None] * g[None, :], 0.0).to(k[0].dtype)
+                sums = ()
+                for c in tl.static_range(CHUNKS):
+                    sums = appended(sums, tl.dot(ds, k[c], dq[c], input_precision=PRECISION))
+                dq = sums
+                if FOLD:
+                    address = D_KEYS + ids.to(tl.int64)[:, None] * DI + dim[None, :]
+                for c in tl.static_range(CHUNKS):
+                    dk = tl.dot(tl.trans(ds), q[c], input_precision=PRECISION) * grad
+                    if not FOLD:
+                        address = D_KEYS + ids.to(tl.int64)[:, None] * DI + dim[None, :]
+                    inside = valid[:, None] & (c * CHUNK + dim < DI)[None, :]
+                    if DETERMINISTIC:
+                        tl.atomic_add(address + c * CHUNK, (dk * unit).to(tl.int64), mask=inside, sem="relaxed")
+                    else:
+                        tl.atomic_add(address + c * CHUNK, dk, mask=inside, sem="relaxed")
             head = h0 + tl.arange(0, BLOCK_H)
-            mask = (head < HI)[:, None] & (dim < DI)[None, :]
-            tl.store(D_Q + row * (HI * DI) + head[:, None] * DI + dim[None, :], (dq * grad).to(D_Q.dtype.element_ty), mask=mask)
+            line = D_Q + row * (HI * DI) + head[:, None] * DI + dim[None, :]
+            for c in tl.static_range(CHUNKS):
+                mask = (head < HI)[:, None] & (c * CHUNK + dim < DI)[None, :]
+                tl.store(line + c * CHUNK, (dq[c] * grad).to(D_Q.dtype.element_ty), mask=mask)
             tl.store(D_WEIGHTS + row * HI + head, (tl.sum(d_weight, 1) * grad).to(D_WEIGHTS.dtype.element_ty), mask=head < HI)
 
 
@@ -228,6 +277,7 @@ def sparse_loss(
     scratch = known  # its scores are not needed behind the softmax
     if scores is not None and grad is not None:
         scratch = teacher if overwrite_teacher else torch.empty_like(known)
+    chunk = tiles.chunk or max(16, power_of_two(dim))
     loss_kernel[(rows,)](
         index_q,
         index_k,
@@ -250,15 +300,18 @@ def sparse_loss(
         HI=heads,
         DI=dim,
         BLOCK_H=tiles.heads,
-        BLOCK_D=max(16, power_of_two(dim)),
+        CHUNK=chunk,
+        CHUNKS=max(16, power_of_two(dim)) // chunk,
         BLOCK_N=tiles.keys,
         BLOCK_K=max(16, power_of_two(slots)),
+        FOLD=tiles.fold,
         SCORES_GIVEN=scores is not None,
         WITH_GRAD=grad is not None,
         DETERMINISTIC=deterministic and grad is not None,
         PRECISION="ieee" if index_q.dtype == torch.float32 else "tf32",
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        maxnreg=tiles.registers or None,
     )
     if grad is not None:
         d_k = (sums.double() / unit.double()) if deterministic else sums

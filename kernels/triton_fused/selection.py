@@ -16,11 +16,15 @@ from torch import Tensor
 
 from kernels.triton_fused.index_scores import write_scores
 from kernels.triton_fused.rounding import ceil_div, power_of_two
+from kernels.triton_fused.row_select import parts_kernel
 
 BUFFER_BYTES = 128 << 20  # at 16,384 tokens 7 % faster than half of it
 MOST_ROWS = 1 << 19  # blocks of 16 of them fill the second dimension of a grid, which ends at 65,535, to the half
 LARGEST = tl.constexpr(3.4028234663852886e38)  # of fp32
 REGISTER_SPANS = ((1024, 2), (4096, 4), (8192, 8), (16384, 16))  # entries that a row program holds, its warps
+PART_SPANS = ((1024, 1), (4096, 1), (8192, 2), (16384, 4))  # the same for rows held in parts
+PASS_WIDTH = 512  # entries a warp takes at once when it writes the ids
+IN_PARTS = False  # which of the two register kernels runs
 
 
 @triton.jit
@@ -194,28 +198,69 @@ def select_entries(
         if most > needless:
             columns = _padded(most)
             scores = buffer[: (stop - first) * columns].view(-1, columns)
-            write_scores(index_q, index_k, index_w, entry_start, visible, scores, first, stop, skip_up_to=needless)
-        _take_chunk(scores, ids, chosen, entry_start, visible, first, stop, most)
+            begin = max(first, ratio * (needless + 1) - 1 - first_token)  # the rows before need no score
+            write_scores(index_q, index_k, index_w, entry_start, visible, scores[begin - first :], begin, stop, skip_up_to=needless)
+        _take_chunk(scores, ids, chosen, entry_start, visible, first, stop, most, ratio, first_token)
     return ids, chosen
 
 
-def _take_chunk(scores: Tensor, ids: Tensor, chosen: Tensor | None, entry_start: Tensor, visible: Tensor, first: int, stop: int, most: int) -> None:
-    """Ids of the rows [first, stop), which see at most `most` entries: one launch per span of registers, each taking the rows that fit."""
+def _take_chunk(
+    scores: Tensor,
+    ids: Tensor,
+    chosen: Tensor | None,
+    entry_start: Tensor,
+    visible: Tensor,
+    first: int,
+    stop: int,
+    most: int,
+    ratio: int = 0,
+    first_token: int = 0,
+) -> None:
+    """Ids of the rows [first, stop), which see at most `most` entries: one launch per span of registers, each taking the rows that fit.
+
+    A row sees at most a `ratio`-th of the tokens up to its own; 0 if nothing is known about that.
+    """
     topk = ids.shape[1]
     block_k = power_of_two(topk)
     columns, lower = scores.shape[1], topk
-    tensors = (scores, ids, scores if chosen is None else chosen, entry_start, visible)
     emit = chosen is not None
-    for number, (span, warps) in enumerate(REGISTER_SPANS):
+    kept = scores if chosen is None else chosen
+
+    def tensors(begin: int) -> tuple[Tensor, ...]:
+        return scores if begin == first else scores[begin - first :], ids, kept, entry_start, visible
+
+    for number, (span, warps) in enumerate(PART_SPANS if IN_PARTS else REGISTER_SPANS):
         if number == 0:
             span = max(32, min(span, power_of_two(max(1, most))))
         if number == 0 or (most > lower and span > topk):
-            register_kernel[(stop - first,)](
-                *tensors, first, columns, lower, K=topk, BLOCK_K=block_k, SPAN=span, SHORT=number == 0, EMIT=emit, num_warps=warps
-            )
+            # the rows before see no more than the previous launches took
+            begin = first if number == 0 else max(first, ratio * (lower + 1) - 1 - first_token)
+            if IN_PARTS:
+                warps = max(warps, block_k // 1024)
+                part = min(span, 1024 * warps)
+                parts_kernel[(stop - begin,)](
+                    *tensors(begin),
+                    begin,
+                    columns,
+                    lower,
+                    K=topk,
+                    BLOCK_K=block_k,
+                    PART=part,
+                    FEWEST=lower // part + 1 if number else 1,
+                    MOST=span // part,
+                    BLOCK=min(part, PASS_WIDTH * warps),
+                    SHORT=number == 0,
+                    EMIT=emit,
+                    num_warps=warps,
+                )
+            else:
+                register_kernel[(stop - begin,)](
+                    *tensors(begin), begin, columns, lower, K=topk, BLOCK_K=block_k, SPAN=span, SHORT=number == 0, EMIT=emit, num_warps=warps
+                )
             lower = max(lower, span)
     if most > lower:
-        long_row_kernel[(stop - first,)](*tensors, first, columns, lower, K=topk, BLOCK=4096, EMIT=emit, num_warps=8)
+        begin = max(first, ratio * (lower + 1) - 1 - first_token)
+        long_row_kernel[(stop - begin,)](*tensors(begin), begin, columns, lower, K=topk, BLOCK=4096, EMIT=emit, num_warps=8)
 
 
 def _padded(columns: int) -> int:

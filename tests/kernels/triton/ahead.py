@@ -9,10 +9,10 @@ import json
 import torch
 import triton
 
+from kernels.triton_fused import selection
 from kernels.triton_fused.index_scores import write_scores
 from kernels.triton_fused.indexer_dense import dense_loss
 from kernels.triton_fused.indexer_sparse import sparse_loss
-from kernels.triton_fused.selection import _take_chunk
 from kernels.triton_fused.teacher import sparse_teacher
 from tests.kernels.triton.aot import compiling_for_sm90
 
@@ -34,7 +34,8 @@ def launch_all(index_heads: int, index_dim: int, heads: int, dim: int, topk: int
     indexer = (index_q, index_k, index_w)
     scores = zeros(tokens, entries)
     write_scores(*indexer, start, visible, scores, 0, tokens)
-    _take_chunk(scores, ids, zeros(tokens, topk), start, visible, 0, tokens, 20000)  # every span of registers, and longer rows
+    for selection.IN_PARTS in (False, True):
+        selection._take_chunk(scores, ids, zeros(tokens, topk), start, visible, 0, tokens, 20000)  # every span of registers, and longer rows
     teacher = sparse_teacher(q, keys, ids, sink, lse, start, visible, 0.1)
     sparse_teacher(q, keys, ids, sink, None, start, visible, 0.1)
     sparse_loss(*indexer, ids, teacher, start, visible, zeros(), scores=zeros(tokens, topk))

@@ -9,6 +9,16 @@ from torch import Tensor
 
 from kernels import PackedLayout, get_backend
 from tests.kernels.oracle import masks, oracle_scores, oracle_select
+from tests.kernels.triton.conftest import HAS_TRITON
+
+
+@pytest.fixture(params=[False, True], ids=["whole rows", "rows in parts"], autouse=True)
+def register_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both kernels that hold a row in registers."""
+    if HAS_TRITON:
+        from kernels.triton_fused import selection
+
+        monkeypatch.setattr(selection, "IN_PARTS", request.param)
 
 
 def integer_indexer(tokens: int, entries: int, heads: int, dim: int, device: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,6 +105,44 @@ def test_rows_beyond_the_registers_choose_like_rows_within(device: str) -> None:
     assert (ids[4] == -7).all()  # a short row belongs to another launch
 
 
+def in_parts(scores: Tensor, visible: Tensor, start: Tensor, topk: int, part: int, most: int, device: str) -> tuple[Tensor, Tensor]:
+    """ids and kept scores of `parts_kernel`, with two rows before and behind that nobody may touch."""
+    from kernels.triton_fused.row_select import parts_kernel
+
+    rows, columns = scores.shape
+    ids = torch.full((rows + 4, topk), -7, dtype=torch.int32, device=device)
+    kept = torch.zeros(rows + 4, topk, device=device)
+    bounds = (start.to(device), visible.to(device))
+    block_k = 1 << (topk - 1).bit_length()
+    options = {"K": topk, "BLOCK_K": block_k, "PART": part, "FEWEST": 1, "MOST": most, "BLOCK": 32, "SHORT": True, "EMIT": True}
+    parts_kernel[(rows,)](scores.to(device), ids[2:-2], kept[2:-2], *bounds, 0, columns, topk, **options)
+    assert (ids[[0, 1, -2, -1]] == -7).all()
+    return ids[2:-2].cpu(), kept[2:-2].cpu()
+
+
+@pytest.mark.parametrize(("topk", "part"), [(20, 64), (32, 32), (33, 64), (1, 32), (64, 64)])
+def test_rows_in_parts_choose_what_a_stable_sort_does(device: str, topk: int, part: int) -> None:
+    g = torch.Generator().manual_seed(topk)
+    scores = torch.randn(12, 256, generator=g)
+    scores[1:4] = scores[1:4].round(decimals=1)
+    scores[4] = 0.0
+    scores[5, ::2] = -0.0  # both zeros are one value
+    scores[5, 1::2] = 0.0
+    scores[6] *= 1e-38  # some of them have no full mantissa
+    scores[7] = scores[7].round().clamp(-1, 0)  # more than K of the largest
+    scores[8] = scores[8].exp() * 1e30
+    scores[9] = -scores[9].abs().mul(8).exp()
+    visible = torch.tensor([256, 255, 129, 128, 250, 251, 240, 222, 100, 97, 66, topk], dtype=torch.int32)
+    start = torch.arange(12, dtype=torch.int32) * 3
+    for row, count in enumerate(visible.tolist()):
+        scores[row, count:] = torch.nan if row % 2 else torch.inf  # memory that nobody wrote
+    ids, kept = in_parts(scores, visible, start, topk, part, 256 // part, device)
+    for row, count in enumerate(visible.tolist()):
+        expected = torch.sort(scores[row, :count], descending=True, stable=True).indices[:topk].sort().values
+        assert torch.equal(ids[row], (expected + start[row]).int()), row
+        assert torch.equal(kept[row], scores[row, expected]), row
+
+
 def test_scores_that_are_not_finite_choose_k_ids_and_touch_no_other_row(device: str) -> None:
     from kernels.triton_fused.selection import register_kernel
 
@@ -107,11 +155,12 @@ def test_scores_that_are_not_finite_choose_k_ids_and_touch_no_other_row(device: 
     kept = torch.zeros(10, 20, device=device)
     options = {"K": 20, "BLOCK_K": 32, "SPAN": 64, "SHORT": True, "EMIT": True}
     register_kernel[(6,)](scores.to(device), ids[2:8], kept[2:8], start, visible, 0, 64, 20, **options)
-    for row in range(6):
-        expected = torch.sort(scores[row, :60], descending=True, stable=True).indices[:20].sort().values
-        assert torch.equal(ids[row + 2].cpu(), expected.int()), row
-        assert torch.equal(kept[row + 2].cpu().nan_to_num(9.0), scores[row, expected].nan_to_num(9.0)), row
     assert (ids[[0, 1, 8, 9]] == -7).all()
+    for got, scored in ((ids[2:8].cpu(), kept[2:8].cpu()), in_parts(scores, visible, start, 20, 32, 2, device)):
+        for row in range(6):
+            expected = torch.sort(scores[row, :60], descending=True, stable=True).indices[:20].sort().values
+            assert torch.equal(got[row], expected.int()), row
+            assert torch.equal(scored[row].nan_to_num(9.0), scores[row, expected].nan_to_num(9.0)), row
 
 
 def test_no_gradient_and_no_copy_of_the_graph(device: str) -> None:

@@ -131,6 +131,27 @@ def test_integer_sums_give_the_same_gradient(device: str) -> None:
     assert sparse_loss(*arguments, grad, True)[1].index_k.isnan().any()
 
 
+@pytest.mark.parametrize("dim", [24, 32])
+def test_chunks_of_the_head_dim_and_folded_sums_give_the_same_gradient(device: str, dim: int) -> None:
+    from kernels.triton_fused.indexer_sparse import LossTiling, sparse_loss
+
+    g = torch.Generator().manual_seed(dim)
+    rows, entries, slots = 9, 50, 40
+    q, k, w = (torch.randn(*shape, generator=g).to(device) for shape in ((rows, 5, dim), (entries, dim), (rows, 5)))
+    visible = torch.randint(1, entries + 1, (rows,), generator=g, dtype=torch.int32)
+    support = torch.stack([torch.randperm(entries, generator=g)[:slots] for _ in range(rows)]).int()
+    support = torch.where(support < visible[:, None], support, -1)
+    teacher = torch.rand(rows, slots, generator=g).to(device)
+    bounds = (torch.zeros_like(visible).to(device), visible.to(device))
+    arguments = (q, k, w, support.to(device), teacher, *bounds, torch.tensor(0.5, device=device))
+    kl, plain = sparse_loss(*arguments, tiling=LossTiling(16, 16, 4, 1))
+    for tiling in (LossTiling(16, 16, 4, 1, fold=True), LossTiling(16, 32, 4, 1, chunk=16), LossTiling(16, 16, 4, 1, chunk=16, fold=True)):
+        value, got = sparse_loss(*arguments, tiling=tiling)
+        assert norm_error(value, kl) < 1e-6
+        for name in ("index_q", "index_k", "index_w"):
+            assert norm_error(getattr(got, name), getattr(plain, name)) < 2e-6, (tiling, name)
+
+
 @pytest.mark.parametrize("sinks", [0.0, 200.0])
 def test_training_form_is_the_float64_step(device: str, sinks: float) -> None:
     x = layer(device)

@@ -19,12 +19,14 @@ class CompressedWindows:
     """The windows of `ratio` tokens behind the C compressed entries of the row, in the order of `layout.compressed_cu_seqlens(ratio)`.
 
     token_ids int64 [C * ratio]: rows of the packed row, window after window; starts_document bool [C]; position int64 [C]: of a window's first token.
+    are_head: whether those are the first rows of the packed row, known on the host.
     """
 
     ratio: int
     token_ids: Tensor
     starts_document: Tensor
     position: Tensor
+    are_head: bool
 
     @classmethod
     def of(cls, layout: PackedLayout, ratio: int) -> CompressedWindows:
@@ -34,7 +36,33 @@ class CompressedWindows:
         document = torch.searchsorted(ends[1:].contiguous(), entries, right=True)
         position = (entries - ends[document]) * ratio
         token_ids = (cu_seqlens[document] + position)[:, None] + torch.arange(ratio, device=ends.device)
-        return cls(ratio, token_ids.flatten(), position == 0, position)
+        lengths = [length for length in layout.lengths if length]
+        while lengths and lengths[-1] < ratio:  # documents without an entry at the end
+            lengths.pop()
+        are_head = all(length % ratio == 0 for length in lengths[:-1])
+        return cls(ratio, token_ids.flatten(), position == 0, position, are_head)
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        """Rows [C * ratio, d] of all windows, of x [T, d]: `x` itself where the windows cover it, and no copy where its first rows are theirs."""
+        count = self.token_ids.shape[0]
+        if not self.are_head:
+            return x.index_select(0, self.token_ids) if torch.compiler.is_compiling() else _Rows.apply(x, self.token_ids)
+        return x if count == x.shape[0] else x[:count]
+
+
+class _Rows(torch.autograd.Function):
+    """Rows `ids` of x, none of them twice: their gradients are copied back, where autograd would add them up atomically."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, ids: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(ids)
+        ctx.rows = x.shape[0]
+        return x.index_select(0, ids)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
+        (ids,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy_(0, ids, grad), None
 
 
 class RotaryTables:

@@ -86,6 +86,15 @@ class RowOperations(Protocol):
     def rotate(self, x: Tensor, rotation: Tensor, inverse: bool = False) -> Tensor:
         """The last r dims of x in interleaved pairs, out of place, by `rotation` complex64 [T, r/2] or its opposite."""
 
+    def pool_windows(self, projected: Tensor, ape: Tensor, starts_document: Tensor, overlap: bool) -> Tensor:
+        """Entries [C, D] of a compressor: values pooled by a softmax, per channel and in fp32, of their gates with the position bias.
+
+        Args:
+            projected: [C * m, 2 * width], of every token of every window: values, then gates; width is D, or 2D with `overlap`.
+            ape: [m, width], bias of the gates. starts_document: bool [C]; such an entry, and the first, has no window before it.
+            overlap: an entry pools the first half of the channels of the window before its own as well, and of its own the second half.
+        """
+
     def swiglu(self, gate: Tensor, up: Tensor, limit: float, weight: Tensor | None = None) -> Tensor:
         """silu(min(gate, limit)) * clip(up, -limit, limit) of gate and up [R, D], times `weight` fp32 [R, 1] if there is one: one rounding."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from kernels.triton_fused import hyper_maps, norm_rotate, route, stream_mix, swiglu
+from kernels.triton_fused import compress_pool, hyper_maps, norm_rotate, route, stream_mix, swiglu
 
 
 class TritonRowOperations:
@@ -22,6 +22,10 @@ class TritonRowOperations:
     def rotate(self, x: Tensor, rotation: Tensor, inverse: bool = False) -> Tensor:
         """See `norm_rotate.rotate`."""
         return norm_rotate.rotate(x, rotation, inverse)
+
+    def pool_windows(self, projected: Tensor, ape: Tensor, starts_document: Tensor, overlap: bool) -> Tensor:
+        """See `compress_pool.compress_pool`."""
+        return compress_pool.compress_pool(projected, ape, starts_document, overlap)
 
     def swiglu(self, gate: Tensor, up: Tensor, limit: float, weight: Tensor | None = None) -> Tensor:
         """See `swiglu.swiglu`."""

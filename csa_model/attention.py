@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from csa_model.compressor import Compressor
 from csa_model.config import INDEXED_RATIO, ConfigError, ModelConfig, StageConfig
 from csa_model.indexer import Indexer
-from csa_model.layers import Linear, RMSNorm
+from csa_model.layers import Linear, RMSNorm, grouped_projection
 from csa_model.rotary import norm_rotate, rotate
 from csa_model.row import Row
 from kernels import ALL_VISIBLE, Backend, IndexerStats, PackedLayout
@@ -131,9 +131,8 @@ class Attention(nn.Module):
 
     def project(self, out: Tensor) -> Tensor:
         """out [T, H, D] -> [T, d]: consecutive heads form a group, each group is projected to dg, all groups together to d."""
-        grouped = out.unflatten(1, (self.groups, -1)).flatten(2).transpose(0, 1)
-        weight = self.wo_a.weight.unflatten(0, (self.groups, -1))
-        y: Tensor = self.wo_b(torch.bmm(grouped, weight.transpose(1, 2)).transpose(0, 1).flatten(1))
+        grouped = out.unflatten(1, (self.groups, -1)).flatten(2)
+        y: Tensor = self.wo_b(grouped_projection(grouped, self.wo_a.weight.unflatten(0, (self.groups, -1))).flatten(1))
         return y
 
     def _indexed(

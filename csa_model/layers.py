@@ -74,6 +74,35 @@ def _product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
         return torch.mm(a, b) if out_dtype == a.dtype else torch.mm(a, b, out_dtype=out_dtype)
 
 
+def grouped_projection(x: Tensor, weight: Tensor) -> Tensor:
+    """y[t, g] = weight[g] @ x[t, g]: x [T, g, in], weight [g, out, in] -> [T, g, out], in the dtype of activations."""
+    dtype = activation_dtype(x)
+    y: Tensor = _GroupedProjection.apply(x.to(dtype), weight.to(dtype))
+    return y
+
+
+class _GroupedProjection(torch.autograd.Function):
+    """Batched products that read and write [T, g, ...] in place; autograd's own would copy y, and the gradient of x, out of [g, T, ...]."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, weight)
+        y = x.new_empty(*x.shape[:2], weight.shape[1])
+        torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=y.transpose(0, 1))
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[no-untyped-def]
+        x, weight = ctx.saved_tensors
+        grad_x, grad_weight = torch.empty_like(x), None
+        with without_autocast(x):
+            torch.bmm(grad.transpose(0, 1), weight, out=grad_x.transpose(0, 1))
+            if ctx.needs_input_grad[1]:
+                grad_weight = torch.bmm(grad.permute(1, 2, 0), x.transpose(0, 1))
+        return grad_x, grad_weight
+
+
 class Linear(nn.Linear):
     """Linear layer without bias whose weight starts as N(0, std)."""
 
@@ -112,7 +141,9 @@ class _RMSNorm(torch.autograd.Function):
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """RMS norm over the last axis in fp32, returned in the dtype of `x`. `weight` None: no scale (queries, semantics of the per-head norm)."""
-    if torch.compiler.is_compiling():  # it chooses what to keep; and dynamo 2.11 gives a Function that returns x.mul_(y) gradients of 0
+    # The compiler chooses by itself what to keep. And dynamo of torch 2.11 gives gradients of 0 to a Function whose result comes from an operation
+    # that returned its own argument: here `mul_` and a `to` that has nothing to convert.
+    if torch.compiler.is_compiling():
         normed = at_least_fp32(x)
         normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + eps)
         return (normed if weight is None else normed * weight).to(x.dtype)

@@ -168,7 +168,10 @@ class MuonAdamW(torch.optim.Optimizer):
         for (device, dtype), of_shape in stacks.items():
             work = self.newton_schulz_dtype or (torch.bfloat16 if device.type == "cuda" else dtype)
             counts = {shape: sum(len(s.update) for s in members) for shape, members in of_shape.items()}
-            for size, shapes in batches(counts, padded_elements(device)).items():
+            together = batches(counts, padded_elements(device))
+            # the longest first: the host launches the others while the device is at it
+            for size in sorted(together, key=lambda s: -s[0] * math.prod(s) * sum(counts[shape] for shape in together[s])):
+                shapes = together[size]
                 self._step_batch(size, {shape: of_shape[shape] for shape in shapes}, work, device)
 
     def _step_batch(self, size: Shape, of_shape: dict[Shape, list[_Stack]], work: torch.dtype, device: torch.device) -> None:

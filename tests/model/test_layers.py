@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from csa_model.layers import RMSNorm, linear_fp32, linear_rounded, rms_norm
+from csa_model.layers import RMSNorm, grouped_projection, linear_fp32, linear_rounded, rms_norm
 
 
 def test_norm_equals_torch_and_has_its_gradients() -> None:
@@ -68,6 +68,23 @@ def test_rounded_linear_rounds_operands_and_gradient_and_nothing_else() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         exact = x.detach().double()
         assert torch.equal(linear_rounded(exact, weight.double()), exact @ weight.double().t())
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_grouped_projection_equals_an_einsum_with_its_gradients(autocast: bool) -> None:
+    dtype = torch.bfloat16 if autocast else torch.float64
+    x, weight, probe = (torch.randn(shape, dtype=torch.float64).to(dtype) for shape in ((7, 3, 10), (3, 4, 10), (7, 3, 4)))
+    results = []
+    for exact in (False, True):
+        a, w = x.to(torch.float64 if exact else dtype).requires_grad_(), weight.to(torch.float32 if autocast and not exact else torch.float64)
+        w.requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast and not exact):
+            y = torch.einsum("tgi,goi->tgo", a, w) if exact else grouped_projection(a, w)
+        results.append([y, *torch.autograd.grad(y, (a, w), probe.to(y.dtype))])
+        assert exact or all(t.is_contiguous() for t in results[0])
+    assert [t.dtype for t in results[0]] == ([torch.bfloat16, torch.bfloat16, torch.float32] if autocast else [torch.float64] * 3)
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours - theirs).norm() <= (2**-8 if autocast else 1e-14) * theirs.norm()
 
 
 @pytest.mark.gpu

@@ -86,7 +86,7 @@ class _LinearOfBoth(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 grad_x = torch.mm(grad, weight).to(x_dtype)
             if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-                wide = x.is_cuda and weight_dtype == torch.float32 and x.dtype != torch.float32
+                wide = x.is_cuda and weight_dtype == torch.float32 != x.dtype and x.shape[0] > 0
                 grad_weight = torch.mm(grad.t(), x, out_dtype=torch.float32) if wide else torch.mm(grad.t(), x).to(weight_dtype)
                 grad_first, grad_second = grad_weight.split([ctx.count, grad_weight.shape[0] - ctx.count])
         return grad_x, grad_first, grad_second, None

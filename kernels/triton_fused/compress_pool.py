@@ -128,7 +128,7 @@ def _starts(STARTS, entry, here, HALVES: tl.constexpr):
     return first | tl.load(STARTS + entry, mask=here, other=False) if HALVES > 1 else first
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries"])  # it changes from row to row
 def compress_pool_kernel(
     PROJECTED,
     BIAS,
@@ -163,7 +163,7 @@ def compress_pool_kernel(
     tl.store(OUT + entry[:, None] * D + dim[None, :], pooled.to(OUT.dtype.element_ty), mask=mask & (lane == 0)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries", "blocks"])
 def compress_pool_backward_kernel(
     PROJECTED,
     BIAS,

@@ -95,6 +95,26 @@ def test_windows_follow_the_layout() -> None:
     assert CompressedWindows.of(PackedLayout.from_lengths([8, 2, 0, 13]), 4).position.tolist() == [0, 4, 0, 4, 8]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "padding", "head"),
+    [
+        ([8, 4, 16], 0, True),  # the whole row
+        ([8, 0, 4, 7, 2, 3], 5, True),  # its beginning: what follows the last window forms none
+        ([3, 2], 1, True),  # nothing
+        ([9, 8], 0, False),
+        ([8, 1, 4], 0, False),
+    ],
+)
+def test_rows_of_all_windows_are_not_copied_where_they_are_the_first(lengths: list[int], padding: int, head: bool) -> None:
+    windows = row_of(lengths, 4, padding).windows(4)
+    x = torch.randn(sum(lengths) + padding, 3, dtype=torch.float64, requires_grad=True)
+    rows = windows.rows_of(x)
+    assert torch.equal(rows, x[windows.token_ids])
+    assert windows.are_head == (rows.data_ptr() == x.data_ptr() or not len(rows)) == head
+    grad = torch.randn_like(rows)
+    assert torch.equal(*(torch.autograd.grad(t, x, grad)[0] for t in (rows, x[windows.token_ids])))
+
+
 def test_entries_stand_at_the_first_token_of_their_window() -> None:
     """Field report 45: not at the number of the entry, and with the table of the compressed layers."""
     config, row = tiny_config(), row_of([5, 17], 4)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The maps of a hyper-connection from the projected streams, in one kernel each way (arXiv 2512.24880; fp32 throughout).
+"""The maps of a hyper-connection from the projected streams, and their gradient in one kernel (arXiv 2512.24880; fp32 throughout).
 
     z     = mix * scale[read | write | comb] + base                       [T, n + n + n * n]
     read  = sigmoid(z[:n]) + eps          write = 2 sigmoid(z[n : 2n])
@@ -47,8 +47,8 @@ def _normalised(matrix, eps, STEPS: tl.constexpr):
 
 
 @triton.jit
-def hyper_maps_kernel(MIX, SCALE, BASE, READ, WRITE, COMB, tokens, eps, N: tl.constexpr, STEPS: tl.constexpr, BLOCK_T: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+def write_maps(MIX, SCALE, BASE, READ, WRITE, COMB, token, tokens, eps, N: tl.constexpr, STEPS: tl.constexpr):
+    """The maps of some tokens, from what this program knows to be written of MIX."""
     stream = tl.arange(0, N)
     cell = stream[:, None] * N + stream[None, :]
     one = (token < tokens)[:, None] & (stream >= 0)[None, :]
@@ -59,7 +59,11 @@ def hyper_maps_kernel(MIX, SCALE, BASE, READ, WRITE, COMB, tokens, eps, N: tl.co
     z = tl.load(at[:, None] + N + stream[None, :], mask=one, other=0.0) * tl.load(SCALE + 1) + tl.load(BASE + N + stream)[None, :]
     tl.store(WRITE + token[:, None] * N + stream[None, :], 2 * tl.sigmoid(z), mask=one)
     z = tl.load(at[:, None, None] + 2 * N + cell[None, :, :], mask=square, other=0.0) * tl.load(SCALE + 2) + tl.load(BASE + 2 * N + cell)[None, :, :]
-    comb, _ = _normalised(_probabilities(z) + eps, eps, STEPS)
+    comb = _probabilities(z) + eps
+    comb = comb / (tl.sum(comb, 1, keep_dims=True) + eps)
+    for _ in range(STEPS // 2):
+        comb = comb / (tl.sum(comb, 2, keep_dims=True) + eps)
+        comb = comb / (tl.sum(comb, 1, keep_dims=True) + eps)
     tl.store(COMB + token[:, None, None] * (N * N) + cell[None, :, :], comb, mask=square)
 
 
@@ -154,25 +158,15 @@ def _sizes(streams: int, iterations: int) -> dict[str, int]:
     return {"N": streams, "STEPS": 2 * iterations - 1, "BLOCK_T": max(1, 32 // streams**2), "num_warps": 1}
 
 
-def maps_forward(mix: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """read [T, n], write [T, n] and comb [T, n, n] (source stream first), all fp32. Launches on the current device.
-
-    Args:
-        mix: float32 [T, n (2 + n)], n one of 1, 2, 4, 8. scale: float32 [3]. base: float32 [n (2 + n)]. All contiguous.
-        iterations: row and column normalisations, 1 or more; the softmax is the first one's rows.
-    """
-    tokens, n = mix.shape[0], _streams(mix)
-    sizes = _sizes(n, iterations)
-    read, write, comb = (torch.empty(tokens, *shape, dtype=mix.dtype, device=mix.device) for shape in ((n,), (n,), (n, n)))
-    if tokens:
-        hyper_maps_kernel[(ceil_div(tokens, sizes["BLOCK_T"]),)](mix, scale, base, read, write, comb, tokens, eps, **sizes)
-    return read, write, comb
-
-
 def maps_backward(
     mix: Tensor, scale: Tensor, base: Tensor, d_read: Tensor, d_write: Tensor, d_comb: Tensor, iterations: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """d_mix, d_scale and d_base from the gradients of what `maps_forward` returns, all fp32 and contiguous. Sums in a fixed order."""
+    """d_mix, d_scale and d_base from the gradients of the maps. Sums in a fixed order. Launches on the current device.
+
+    Args, all fp32 and contiguous:
+        mix: [T, n (2 + n)], n one of 1, 2, 4, 8. scale: [3]. base: [n (2 + n)]. d_read, d_write: [T, n]. d_comb: [T, n, n] (source stream first).
+        iterations: row and column normalisations, 1 or more; the softmax is the first one's rows.
+    """
     d_mix, d_scale, d_base = torch.empty_like(mix), torch.empty_like(scale), torch.empty_like(base)
     tokens, n = mix.shape[0], _streams(mix)
     if tokens == 0:

@@ -16,6 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.triton_fused.hyper_maps import write_maps
+
 
 @triton.jit
 def _product(a, b, WIDE: tl.constexpr, SPLIT_LEFT: tl.constexpr):
@@ -36,48 +38,70 @@ def _tf32(x):
 
 
 @triton.jit
-def project_kernel(
+def open_kernel(
     STREAMS,
     FN,
+    SCALE,
+    BASE,
     MIX,
     NORM,
+    READ,
+    WRITE,
+    COMB,
+    X,
     tokens,
     eps,
+    norm_eps,
     WIDE: tl.constexpr,
-    K: tl.constexpr,
+    STEPS: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
     R: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
-    """mix [T, R] = (streams @ fn^T) * norm, where norm [T] = rsqrt(mean(streams^2) + eps)."""
+    """All in front of a sublayer: mix [T, R] = (streams @ fn^T) * norm, norm [T] = rsqrt(mean(streams^2) + norm_eps), the maps of mix, and
+    x [T, d] = sum over streams of read * streams. STEPS 0, the closing head: of the maps there is only read [T, n] = sigmoid(mix * scale + base) + eps.
+    """
+    K: tl.constexpr = N * D
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     here = token < tokens
     row = tl.arange(0, BLOCK_R)
     negative = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
     squares = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
+    # The squares take a tile of their own, one step behind: were the tile of the product used twice, its rows would share banks of shared memory.
+    column = tl.arange(0, BLOCK_K)
+    tile = tl.load(STREAMS + token[:, None] * K + column[None, :], mask=here[:, None] & (column < K)[None, :], other=0.0)
     for first in range(0, K, BLOCK_K):
         column = first + tl.arange(0, BLOCK_K)
-        x = tl.load(STREAMS + token[:, None] * K + column[None, :], mask=here[:, None] & (column < K)[None, :], other=0.0).to(tl.float32)
+        at = STREAMS + token[:, None] * K + column[None, :]
+        following = tl.load(at + BLOCK_K, mask=here[:, None] & (column + BLOCK_K < K)[None, :], other=0.0)
+        x = tl.load(at, mask=here[:, None] & (column < K)[None, :], other=0.0).to(tl.float32)
         fn = tl.load(FN + row[None, :] * K + column[:, None], mask=(row < R)[None, :] & (column < K)[:, None], other=0.0).to(tl.float32)
         negative = negative - _product(x, fn, WIDE, False)
-        squares += x * x
-    norm = tl.rsqrt(tl.sum(squares, 1) / K + eps)
+        squares += tile.to(tl.float32) * tile.to(tl.float32)
+        tile = following
+    norm = tl.rsqrt(tl.sum(squares, 1) / K + norm_eps)
+    mix = -negative * norm[:, None]
     tl.store(NORM + token, norm, mask=here)
-    tl.store(MIX + token[:, None] * R + row[None, :], -negative * norm[:, None], mask=here[:, None] & (row < R)[None, :])
-
-
-@triton.jit
-def read_kernel(STREAMS, READ, OUT, N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """out [T, d] = sum over streams of read [T, n] * streams."""
-    token = tl.program_id(0).to(tl.int64)
-    stream = tl.arange(0, N)
-    read = tl.load(READ + token * N + stream)[:, None]
+    tl.store(MIX + token[:, None] * R + row[None, :], mix, mask=here[:, None] & (row < R)[None, :])
+    if STEPS > 0:
+        tl.debug_barrier()  # mix was written by other threads of this program
+        write_maps(MIX, SCALE, BASE, READ, WRITE, COMB, token, tokens, eps, N, STEPS)
+    else:
+        z = mix * tl.load(SCALE) + tl.load(BASE + row, mask=row < R, other=0.0)[None, :]
+        tl.store(READ + token[:, None] * R + row[None, :], tl.sigmoid(z) + eps, mask=here[:, None] & (row < R)[None, :])
+    tl.debug_barrier()  # read likewise
     for first in range(0, D, BLOCK_D):
         dim = first + tl.arange(0, BLOCK_D)
-        real = (stream >= 0)[:, None] & (dim < D)[None, :]
-        x = tl.load(STREAMS + token * (N * D) + stream[:, None] * D + dim[None, :], mask=real, other=0.0).to(tl.float32)
-        tl.store(OUT + token * D + dim, tl.sum(x * read, 0).to(OUT.dtype.element_ty), mask=dim < D)
+        real = here[:, None] & (dim < D)[None, :]
+        out = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+        for j in tl.static_range(N):
+            read = tl.load(READ + token * N + j, mask=here, other=0.0)[:, None]
+            out += read * tl.load(STREAMS + token[:, None] * K + (j * D + dim)[None, :], mask=real, other=0.0).to(tl.float32)
+        tl.store(X + token[:, None] * D + dim[None, :], out.to(X.dtype.element_ty), mask=real)
 
 
 @triton.jit

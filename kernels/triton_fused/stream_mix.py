@@ -42,25 +42,25 @@ def _wide(streams: Tensor) -> bool:
     return streams.dtype == torch.float32
 
 
-def _project(streams: Tensor, fn: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """mix [T, R] and norm [T], fp32."""
-    tokens, rows = streams.shape[0], fn.shape[0]
-    mix, norm = (torch.empty(shape, dtype=torch.float32, device=streams.device) for shape in ((tokens, rows), (tokens,)))
+def _open(
+    streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, steps: int, eps: float, norm_eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """x [T, d] in the dtype of the streams and, in fp32, mix [T, R], norm [T], read [T, n], write [T, n], comb [T, n, n] (no tokens in the last two
+    for 0 steps)."""
+    (tokens, n, d), rows = streams.shape, fn.shape[0]
+    mapped = tokens if steps else 0
+    shapes = (tokens, rows), (tokens,), (tokens, n), (mapped, n), (mapped, n, n)
+    mix, norm, read, write, comb = (torch.empty(shape, dtype=torch.float32, device=streams.device) for shape in shapes)
+    x = torch.empty(tokens, d, dtype=streams.dtype, device=streams.device)
     if tokens:
         # the larger the tile, the fewer times fn is read; the smaller, the more multiprocessors have one
         block_t = 16 if tokens < 8192 or rows > 32 else 32 if tokens < 16384 else 64
-        sizes = {"K": fn.shape[1], "R": rows, "BLOCK_T": block_t, "BLOCK_K": 64, "BLOCK_R": max(16, power_of_two(rows))}
-        operands = (streams, fn, mix, norm, tokens, eps)
-        stream_kernels.project_kernel[(ceil_div(tokens, block_t),)](*operands, WIDE=_wide(streams), **sizes, num_warps=4, num_stages=4)
-    return mix, norm
-
-
-def _read(streams: Tensor, read: Tensor) -> Tensor:
-    """Weighted sum of the streams [T, d], in their dtype."""
-    out = torch.empty(streams.shape[0], streams.shape[2], dtype=streams.dtype, device=streams.device)
-    if streams.shape[0]:
-        stream_kernels.read_kernel[(streams.shape[0],)](streams, read, out, **_row_sizes(streams))
-    return out
+        sizes = {"BLOCK_T": block_t, "BLOCK_K": 64, "BLOCK_R": max(16, power_of_two(rows)), "BLOCK_D": min(max(2048 // block_t, 64), power_of_two(d))}
+        operands = (streams, fn, scale, base, mix, norm, read, write, comb, x, tokens, eps, norm_eps)
+        stream_kernels.open_kernel[(ceil_div(tokens, block_t),)](
+            *operands, WIDE=_wide(streams), STEPS=steps, N=n, D=d, R=rows, **sizes, num_warps=4, num_stages=4
+        )
+    return x, mix, norm, read, write, comb
 
 
 def _products(streams: Tensor, grad: Tensor | None, d_x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -113,9 +113,7 @@ class _Open(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         streams, fn, scale, base = streams.contiguous(), fn.contiguous(), scale.contiguous(), base.contiguous()
         with on_device_of(streams):
-            mix, norm = _project(streams, fn, norm_eps)
-            read, write, comb = hyper_maps.maps_forward(mix, scale, base, iterations, eps)
-            x = _read(streams, read)
+            x, mix, norm, read, write, comb = _open(streams, fn, scale, base, 2 * iterations - 1, eps, norm_eps)
         ctx.save_for_backward(streams, fn, scale, base, mix, norm, read, comb)
         ctx.settings = iterations, eps
         ctx.mark_non_differentiable(comb)
@@ -173,25 +171,24 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float) -> Tensor:
-        streams, fn = streams.contiguous(), fn.contiguous()
+        streams, fn, base = streams.contiguous(), fn.contiguous(), base.contiguous()
         with on_device_of(streams):
-            mix, norm = _project(streams, fn, norm_eps)
-            gate = torch.addcmul(base, mix, scale).sigmoid_()
-            read = gate + eps
-            out = _read(streams, read)
-        ctx.save_for_backward(streams, fn, scale, mix, norm, gate, read)
-        return out
+            x, mix, norm, read, _, _ = _open(streams, fn, scale, base, 0, eps, norm_eps)
+        ctx.save_for_backward(streams, fn, scale, mix, norm, read)
+        ctx.eps = eps
+        return x
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor | None, ...]:
-        streams, fn, scale, mix, norm, gate, read = ctx.saved_tensors
+        streams, fn, scale, mix, norm, read = ctx.saved_tensors
         if streams.shape[0] == 0:
             return torch.empty_like(streams), torch.zeros_like(fn), torch.zeros_like(scale), torch.zeros_like(scale).expand(fn.shape[0]), None, None
         d_x = d_x.contiguous()
         d_streams = d_fn = None
         with on_device_of(streams):
             d_read, _ = _products(streams, None, d_x)
+            gate = read - ctx.eps
             d_z = d_read * gate * (1 - gate)
             d_mix = d_z * scale
             if ctx.needs_input_grad[0]:

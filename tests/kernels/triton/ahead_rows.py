@@ -20,9 +20,8 @@ def main() -> None:
     with compiling_for_sm90() as kernels:
         for streams in (4, 8):
             rows = streams * (2 + streams)
-            operands = torch.zeros(40, rows), torch.zeros(3), torch.zeros(rows)
-            maps = hyper_maps.maps_forward(*operands, 20, 1e-6)
-            hyper_maps.maps_backward(*operands, *maps, 20, 1e-6)
+            grads = [torch.zeros(40, *shape) for shape in ((streams,), (streams,), (streams, streams))]
+            hyper_maps.maps_backward(torch.zeros(40, rows), torch.zeros(3), torch.zeros(rows), *grads, 20, 1e-6)
         for shape, turned, weighted in ROWS:
             x = torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
             weight = torch.zeros(shape[-1], requires_grad=True) if weighted else None

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the fused hyper-connections for sm_90 and prints one JSON line per kernel: run by test_stream_mix_ahead.py in a process of its own, since a
-process that interprets kernels cannot compile them."""
+"""Compiles the fused hyper-connections for sm_90 and prints one JSON line per kernel: run by test_stream_mix_ahead.py in a process of its own, since
+a process that interprets kernels cannot compile them."""
 
 from __future__ import annotations
 

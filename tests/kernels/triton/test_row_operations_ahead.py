@@ -17,7 +17,6 @@ from tests.kernels.triton.conftest import HAS_TRITON
 ROOT = Path(__file__).parents[3]
 # specialisations: 4 and 8 streams; queries, keys and a block's norm; the same without rotation backwards, and two rotations alone
 KERNELS = {
-    "hyper_maps_kernel": 2,
     "hyper_maps_backward_kernel": 2,
     "add_partials_kernel": 2,
     "norm_rotate_kernel": 5,

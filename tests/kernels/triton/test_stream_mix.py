@@ -137,6 +137,29 @@ def test_streams_that_are_one_embedding_repeated(device: str, fused: RowOperatio
     assert norm_error(*results) <= TOLERANCE[torch.float32]
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+def test_extreme_maps_stay_finite_and_nearly_doubly_stochastic(device: str, fused: RowOperations) -> None:
+    module = connection(fused, device, 4, 24, iterations=20, eps=1e-6)
+    with torch.no_grad():
+        module.scale.fill_(200.0)
+    streams, _, d_x, d_new = inputs(21, 4, 24, torch.float32, device)
+    x, put_back = module.around(streams.requires_grad_())
+    new = put_back(x)
+    grads = torch.autograd.grad([x, new], [streams, module.fn, module.scale, module.base], [d_x, d_new])
+    assert all(t.isfinite().all() for t in (x, new, *grads))
+    with torch.no_grad():
+        ones = torch.ones_like(streams)  # every new stream is then its column of comb, summed
+        module.scale[:2], module.base[:8] = 0.0, 0.0
+        assert (module.around(ones)[1](torch.zeros_like(x)) - 1).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("iterations", [1, 20])
+def test_any_number_of_normalisations(device: str, fused: RowOperations, iterations: int) -> None:
+    tensors = inputs(9, 4, 24, torch.float32, device)
+    ours, exact = connection(fused, device, 4, 24, iterations), connection(None, device, 4, 24, iterations).double()
+    agree(through(ours, *tensors), through(exact, *(t.double() for t in tensors)), torch.float32)
+
+
 def test_no_tokens(device: str, fused: RowOperations) -> None:
     grads = through(connection(fused, device, 4, 24), *inputs(0, 4, 24, torch.float32, device))
     assert [tuple(g.shape) for g in grads[:4]] == [(0, 24), (0, 4, 24), (0, 4, 24), (24,)]

@@ -30,38 +30,54 @@ def fused(device: str) -> Any:
     return TritonRowOperations()
 
 
-def gates(fused: Any, device: str, experts: int, topk: int, hashed: bool) -> tuple[Gate, Gate]:
-    """The same gate with the fused form in fp32, and plain in float64."""
-    config = tiny_config(moe=MoEConfig(n_routed_experts=experts, num_experts_per_tok=topk, routed_scaling_factor=1.7))
-    torch.manual_seed(0)
-    ours = Gate(config, hashed, fused).to(device)
-    with torch.no_grad():
-        ours.weight.mul_(40.0)
-        if not hashed:
-            ours.bias.normal_(std=0.3)
-    exact = Gate(config, hashed).to(device)
-    exact.load_state_dict(ours.state_dict())
-    return ours, exact.double()
-
-
 @pytest.mark.parametrize(("tokens", "experts", "topk"), [(37, 5, 2), (1, 16, 3), (300, 16, 3), (19, 256, 8), (3, 4, 4), (0, 8, 1), (70, 24, 1)])
 @pytest.mark.parametrize("hashed", [False, True])
 @pytest.mark.parametrize("uses", ["scores", "weights", "both"])
 def test_router(device: str, fused: Any, tokens: int, experts: int, topk: int, hashed: bool, uses: str) -> None:
-    ours, exact = gates(fused, device, experts, topk, hashed)
-    x, ids = torch.randn(tokens, 24, device=device), torch.randint(0, 61, (tokens,), device=device)
-    on_scores, on_weights = torch.randn(tokens, experts, device=device), torch.randn(tokens, topk, device=device)
-    results = []
-    for gate, dtype in ((ours, torch.float32), (exact, torch.float64)):
-        leaf = x.to(dtype).requires_grad_()
-        with poisoned_outputs():
-            scores, chosen, weights = gate(leaf, ids)
-            loss = (scores * on_scores).sum() * (uses != "weights") + (weights * on_weights).sum() * (uses != "scores")
-            results.append([scores, weights, *torch.autograd.grad(loss, [leaf, gate.weight])])
-        results[-1].append(chosen)
-    assert torch.equal(results[0].pop(), results[1].pop())
-    for a, b in zip(*results, strict=True):
+    torch.manual_seed(0)
+    config = tiny_config(moe=MoEConfig(n_routed_experts=experts, num_experts_per_tok=topk, routed_scaling_factor=1.7))
+    gate, x = Gate(config, hashed, fused).to(device), torch.randn(tokens, 24).to(device).requires_grad_()
+    with torch.no_grad():
+        gate.weight.mul_(40.0)
+        if not hashed:
+            gate.bias.normal_(std=0.3)
+    ids, probes = torch.randint(0, 61, (tokens,), device=device), [torch.randn(tokens, n, device=device).double() for n in (experts, topk)]
+    probes[0] *= uses != "weights"
+    probes[1] *= uses != "scores"
+    x64, weight64 = (t.detach().double().requires_grad_() for t in (x, gate.weight))
+    exact_scores = torch.nn.functional.softplus(x64 @ weight64.t()).sqrt()
+    with poisoned_outputs():
+        scores, chosen, weights = gate(x, ids)
+        ours = [(scores, weights)[uses == "weights"]] if uses != "both" else [scores, weights]  # a gradient that is missing, not 0
+        grads = torch.autograd.grad(
+            ours, [x, gate.weight], [p.float() for p, name in zip(probes, ("scores", "weights"), strict=True) if uses in (name, "both")]
+        )
+    if hashed:
+        assert torch.equal(chosen, gate.tid2eid[ids])
+    else:  # two almost equal ones may change places
+        biased = exact_scores.detach() + gate.bias
+        torch.testing.assert_close(biased.gather(1, chosen), biased.topk(topk).values, rtol=0, atol=1e-5)
+    assert (chosen.sort(-1).values.diff(dim=-1) > 0).all()
+    exact_weights = exact_scores.gather(1, chosen)
+    exact_weights = 1.7 * exact_weights / exact_weights.sum(-1, keepdim=True)
+    exact_grads = torch.autograd.grad([exact_scores, exact_weights], [x64, weight64], probes)
+    for a, b in zip((scores, weights, *grads), (exact_scores, exact_weights, *exact_grads), strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5 * max(1.0, float(b.detach().abs().max()) if b.numel() else 1.0))
+
+
+def test_the_plain_gate_routes_alike(device: str, fused: Any) -> None:
+    torch.manual_seed(0)
+    config = tiny_config(moe=MoEConfig(n_routed_experts=8, num_experts_per_tok=3))
+    plain = Gate(config, False).to(device)
+    ours = Gate(config, False, fused).to(device)
+    ours.load_state_dict(plain.state_dict())
+    logits = torch.arange(24.0).view(3, 8) / 8  # far apart: no rounding changes a choice
+    with torch.no_grad():
+        plain.weight.copy_(torch.eye(24)[:8])
+        ours.weight.copy_(plain.weight)
+    x = torch.cat([logits, torch.zeros(3, 16)], 1).to(device)
+    for a, b in zip(ours(x, None), plain(x, None), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")

@@ -163,7 +163,7 @@ class MuonAdamW(torch.optim.Optimizer):
             updates = torch._foreach_add(grads, buffers, alpha=group["momentum"])  # Nesterov
             torch._foreach_mul_(params, 1.0 - group["lr"] * group["weight_decay"])
             for (p, blocks), update in zip(pairs, updates, strict=True):
-                target, update = (t if t.ndim == 3 else t.unflatten(0, (blocks, -1)) for t in (p, update))
+                target, update = (t if t.ndim == 3 else t.view(blocks, -1, t.shape[1]) for t in (p, update))
                 stacks[p.device, p.dtype][target.shape[1], target.shape[2]].append(_Stack(target, update, group["lr"]))
         for (device, dtype), of_shape in stacks.items():
             work = self.newton_schulz_dtype or (torch.bfloat16 if device.type == "cuda" else dtype)

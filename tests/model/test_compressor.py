@@ -148,3 +148,24 @@ def test_gate_runs_in_float32_under_autocast() -> None:
         mixed = compressor(x, row_of([64], 4))
     assert mixed.dtype == torch.bfloat16
     assert (mixed - exact).abs().max() < 0.06
+
+
+@pytest.mark.parametrize("compiling", [False, True])
+def test_a_backend_pools_and_a_compiler_gets_the_plain_form(monkeypatch: pytest.MonkeyPatch, compiling: bool) -> None:
+    class Fused:
+        pooled = 0
+
+        def norm_rotate(self, x: Tensor, weight: Tensor, eps: float, rotation: Tensor) -> Tensor:
+            return rotate(rms_norm(x, weight, eps), rotation)
+
+        def pool_windows(self, projected: Tensor, ape: Tensor, starts_document: Tensor, overlap: bool) -> Tensor:
+            self.pooled += 1
+            values, gates = projected.unflatten(0, (-1, len(ape))).chunk(2, dim=-1)
+            return compressor.pool(values, gates + ape, starts_document)
+
+    compressor, x, row = make(4), tokens(27), row_of([9, 18], 4)
+    exact = compressor(x, row)
+    compressor.fused = Fused()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    torch.testing.assert_close(compressor(x, row), exact)
+    assert compressor.fused.pooled == int(not compiling)

@@ -122,6 +122,13 @@ def test_what_stands_before_a_document_is_not_read(device: str, fused: RowOperat
         assert norm_error(a, b) <= TOLERANCE[torch.float32]
 
 
+def test_nothing_stands_before_the_first_entry_of_a_row(device: str, fused: RowOperations) -> None:
+    projected, ape, starts, overlap = operands([24], 4, 16, torch.float32, device)
+    unmarked, grad = torch.zeros_like(starts), torch.randn(len(starts), 16, device=device)
+    results = [gradients(lambda p, a, s=s: fused.pool_windows(p, a, s, overlap), projected, ape, grad) for s in (starts, unmarked)]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_gates_of_any_size_stay_finite(device: str, fused: RowOperations) -> None:
     projected, ape, starts, overlap = operands([300, 500], 128, 16, torch.float32, device)
     projected[:, 16:] = projected[:, 16:] * 1e4 + 3e4

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.triton_fused.indexer_short import short_row_loss
 from kernels.triton_fused.rounding import power_of_two
 from kernels.triton_fused.teacher import safe_top
 from kernels.triton_fused.tuples import appended
@@ -27,7 +28,7 @@ class LossTiling:
     """Heads x keys of one product, warps and pipeline stages.
 
     chunk: head dims of one product, all if 0. fold: sum d index_w over keys as far as that takes no exchange between threads. registers: most of a
-    thread, as many as there are if 0.
+    thread, as many as there are if 0. together: neighbouring rows that `indexer_short` takes at once where they share their entries, none if 0.
     """
 
     heads: int
@@ -37,6 +38,7 @@ class LossTiling:
     chunk: int = 0
     fold: bool = False
     registers: int = 0
+    together: int = 0
 
 
 def loss_tiling(heads: int, head_dim: int, dtype: torch.dtype) -> LossTiling:
@@ -111,11 +113,13 @@ def loss_kernel(
     D_Q,
     D_KEYS,
     D_WEIGHTS,
+    DONE,
     rows,
     C,
     K,
     HI: tl.constexpr,
     DI: tl.constexpr,
+    TOGETHER: tl.constexpr,
     BLOCK_H: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -130,6 +134,9 @@ def loss_kernel(
     row = (rows - 1 - tl.program_id(0)).to(tl.int64)  # long rows first
     first = tl.load(ENTRY_START + row)
     end = tl.minimum(first + tl.load(VISIBLE + row), C)
+    if TOGETHER:  # noqa: SIM102, the load must not be compiled without groups
+        if tl.load(DONE + row // TOGETHER) != 0:
+            return
     slot = tl.arange(0, BLOCK_K)
     all_ids = tl.load(SUPPORT + row * K + slot, mask=slot < K, other=-1)
     present = (all_ids >= first) & (all_ids < end)
@@ -278,6 +285,12 @@ def sparse_loss(
     if scores is not None and grad is not None:
         scratch = teacher if overwrite_teacher else torch.empty_like(known)
     chunk = tiles.chunk or max(16, power_of_two(dim))
+    together = tiles.together if grad is not None and scores is not None and not deterministic else 0
+    done = kl
+    if together:
+        assert grad is not None
+        tensors = (index_q, index_k, index_w, support, teacher, entry_start, visible, grad, known, scratch, kl, d_q, sums, d_w)
+        done = short_row_loss(*tensors, together, tiles.keys, 2 * tiles.warps)
     loss_kernel[(rows,)](
         index_q,
         index_k,
@@ -294,11 +307,13 @@ def sparse_loss(
         d_q,
         sums,
         d_w,
+        done,
         rows,
         index_k.shape[0],
         slots,
         HI=heads,
         DI=dim,
+        TOGETHER=together,
         BLOCK_H=tiles.heads,
         CHUNK=chunk,
         CHUNKS=max(16, power_of_two(dim)) // chunk,

@@ -12,10 +12,15 @@ import triton
 from kernels.triton_fused import selection
 from kernels.triton_fused.index_scores import write_scores
 from kernels.triton_fused.indexer_dense import dense_loss
-from kernels.triton_fused.indexer_sparse import sparse_loss
+from kernels.triton_fused.indexer_sparse import LossTiling, sparse_loss
 from kernels.triton_fused.teacher import sparse_teacher
 from tests.kernels.triton.aot import compiling_for_sm90
 
+LOSS_VARIANTS = (
+    LossTiling(64, 64, 4, 1, fold=True, together=2),
+    LossTiling(64, 64, 4, 2, fold=True),
+    LossTiling(64, 64, 4, 1, chunk=64, fold=True, registers=168),
+)
 GEOMETRIES = {  # index heads, index dim, heads, dim, top-k, dtype
     "published": (64, 128, 64, 512, 512, torch.bfloat16),
     "largest": (128, 256, 128, 512, 2048, torch.bfloat16),
@@ -39,6 +44,9 @@ def launch_all(index_heads: int, index_dim: int, heads: int, dim: int, topk: int
     teacher = sparse_teacher(q, keys, ids, sink, lse, start, visible, 0.1)
     sparse_teacher(q, keys, ids, sink, None, start, visible, 0.1)
     sparse_loss(*indexer, ids, teacher, start, visible, zeros(), scores=zeros(tokens, topk))
+    if index_heads <= 64 and index_dim <= 128:
+        for variant in LOSS_VARIANTS:
+            sparse_loss(*indexer, ids, teacher, start, visible, zeros(), scores=zeros(tokens, topk), tiling=variant)
     dense_loss(*indexer, q, keys, lse, start, visible, 0.1, 4, entries, 4 * entries)
 
 

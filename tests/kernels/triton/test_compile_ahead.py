@@ -21,7 +21,7 @@ STACK_BYTES = {
     "3.6": {
         ("published", "register_kernel"): 272,  # of the widest span
         ("largest", "register_kernel"): 272,
-        ("published", "loss_kernel"): 24,
+        ("published", "loss_kernel"): 56,  # of the variant that is held to 168 registers
         ("largest", "loss_kernel"): 64,
         ("largest", "teacher_kernel"): 16,
         ("largest", "key_gradient_kernel"): 16,
@@ -29,7 +29,7 @@ STACK_BYTES = {
     "3.9": {
         ("published", "register_kernel"): 288,
         ("largest", "register_kernel"): 288,
-        ("published", "loss_kernel"): 64,
+        ("published", "loss_kernel"): 80,
         ("largest", "loss_kernel"): 104,
         ("largest", "key_gradient_kernel"): 32,
     },
@@ -42,6 +42,7 @@ KERNELS = {
     "long_row_kernel",
     "teacher_kernel",
     "loss_kernel",
+    "short_loss_kernel",
     "head_sum_kernel",
     "row_kernel",
     "query_gradient_kernel",
@@ -63,7 +64,9 @@ def compiled() -> list[dict[str, Any]]:
 @pytest.mark.timeout(900)
 def test_every_kernel_compiles_for_every_geometry(compiled: list[dict[str, Any]]) -> None:
     for geometry in ("published", "largest"):
-        assert {r["kernel"] for r in compiled if r["geometry"] == geometry} == KERNELS
+        # rows are taken together where their heads fill one product
+        left_out = {"short_loss_kernel"} if geometry == "largest" else set()
+        assert {r["kernel"] for r in compiled if r["geometry"] == geometry} == KERNELS - left_out
 
 
 def test_no_kernel_spills_more_or_takes_more_shared_memory_than_there_is(compiled: list[dict[str, Any]]) -> None:

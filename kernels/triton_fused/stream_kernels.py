@@ -63,7 +63,7 @@ def open_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """All in front of a sublayer: mix [T, R] = (streams @ fn^T) * norm, norm [T] = rsqrt(mean(streams^2) + norm_eps), the maps of mix, and
-    x [T, d] = sum over streams of read * streams. STEPS 0, the closing head: of the maps there is only read [T, n] = sigmoid(mix * scale + base) + eps.
+    x [T, d] = sum over streams of read * streams. STEPS 0, the closing head: of the maps there is only read = sigmoid(mix * scale + base) + eps.
     """
     K: tl.constexpr = N * D
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)

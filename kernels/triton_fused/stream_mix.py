@@ -58,7 +58,7 @@ def _open(
         sizes = {"BLOCK_T": block_t, "BLOCK_K": 64, "BLOCK_R": max(16, power_of_two(rows)), "BLOCK_D": min(max(2048 // block_t, 64), power_of_two(d))}
         operands = (streams, fn, scale, base, mix, norm, read, write, comb, x, tokens, eps, norm_eps)
         stream_kernels.open_kernel[(ceil_div(tokens, block_t),)](
-            *operands, WIDE=_wide(streams), STEPS=steps, N=n, D=d, R=rows, **sizes, num_warps=4, num_stages=4
+            *operands, WIDE=_wide(streams), STEPS=steps, N=n, D=d, R=rows, **sizes, num_warps=4, num_stages=4 if rows <= 32 else 3
         )
     return x, mix, norm, read, write, comb
 

@@ -68,6 +68,7 @@ def agree(ours: list[Tensor], exact: list[Tensor], dtype: torch.dtype) -> None:
         (37, 4, 64, torch.float32),  # no tile is full
         (64, 4, 16, torch.float32),  # one that is
         (9, 4, 7, torch.float32),  # no width of anything
+        (1, 4, 24, torch.float32),
         (70, 2, 48, torch.float32),
         (9, 1, 40, torch.float32),
         (19, 8, 144, torch.float32),

@@ -143,11 +143,13 @@ def compress_pool_kernel(
     CHUNKS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
+    """Program (tile of entries, block of dims), the dims first: programs that run at the same time read whole rows."""
     row = tl.arange(0, ROWS)
     lane = row % LANES
-    entry = tl.program_id(0).to(tl.int64) * (ROWS // LANES) + row // LANES
-    dim = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    entry = (tl.program_id(0) // COLUMNS).to(tl.int64) * (ROWS // LANES) + row // LANES
+    dim = tl.program_id(0) % COLUMNS * BLOCK_D + tl.arange(0, BLOCK_D)
     here = entry < entries
     mask = here[:, None] & (dim < D)[None, :]
     starts = _starts(STARTS, entry, here, HALVES)
@@ -181,15 +183,18 @@ def compress_pool_backward_kernel(
     CHUNKS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """Program (p, b, k): dims of block b of the slots of chunk k, of every p-th tile of entries. PARTIAL_BIAS [programs, m, width]: their d_bias."""
+    """Program (p, k, b): dims of block b of the slots of chunk k, of every p-th tile of entries. PARTIAL_BIAS [programs, m, width]: their d_bias."""
     WIDTH: tl.constexpr = HALVES * D
     row = tl.arange(0, ROWS)
     lane = row % LANES
-    dim = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    first = tl.program_id(2) * (STEPS * LANES) if CHUNKS > 1 else 0
+    dim = tl.program_id(0) % COLUMNS * BLOCK_D + tl.arange(0, BLOCK_D)
+    first = tl.program_id(0) // COLUMNS % CHUNKS * (STEPS * LANES) if CHUNKS > 1 else 0
+    program = tl.program_id(0) // (COLUMNS * CHUNKS)
+    programs = tl.num_programs(0) // (COLUMNS * CHUNKS)
     d_bias = (tl.zeros([ROWS, BLOCK_D], tl.float32),) * (HALVES * STEPS)
-    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+    for block in range(program, blocks, programs):
         entry = block * (ROWS // LANES) + (row // LANES).to(tl.int64)
         here = entry < entries
         mask = here[:, None] & (dim < D)[None, :]
@@ -223,7 +228,7 @@ def compress_pool_backward_kernel(
                 sums = sums + (d_bias[half * STEPS + step // LANES] + d_gate,)  # type: ignore[assignment]  # noqa: RUF005
         d_bias = sums
     slot = tl.arange(0, LANES) + first
-    at = PARTIAL_BIAS + tl.program_id(0).to(tl.int64) * (M * WIDTH) + (slot * WIDTH)[:, None] + dim[None, :]
+    at = PARTIAL_BIAS + program.to(tl.int64) * (M * WIDTH) + (slot * WIDTH)[:, None] + dim[None, :]
     for half in tl.static_range(HALVES):
         for step in tl.static_range(0, STEPS * LANES, LANES):
             summed = tl.sum(tl.reshape(d_bias[half * STEPS + step // LANES], [ROWS // LANES, LANES, BLOCK_D]), 0)
@@ -238,14 +243,14 @@ def _tiles(ape: Tensor, overlap: bool) -> dict[str, int]:
     lanes = min(16, power_of_two(ceil_div(m, steps)))
     block_d = min(TILE // 16, max(16, power_of_two(dim)))
     sizes = {"M": m, "D": dim, "HALVES": halves, "STEPS": steps, "LANES": lanes, "CHUNKS": ceil_div(m, steps * lanes)}
-    return sizes | {"ROWS": TILE // block_d, "BLOCK_D": block_d, "num_warps": 8}
+    return sizes | {"ROWS": TILE // block_d, "BLOCK_D": block_d, "COLUMNS": ceil_div(dim, block_d), "num_warps": 8}
 
 
 def _forward(projected: Tensor, ape: Tensor, starts_document: Tensor, overlap: bool) -> Tensor:
     tiles, entries = _tiles(ape, overlap), starts_document.shape[0]
     out = torch.empty(entries, tiles["D"], dtype=projected.dtype, device=projected.device)
     if entries:
-        grid = (ceil_div(entries, tiles["ROWS"] // tiles["LANES"]), ceil_div(tiles["D"], tiles["BLOCK_D"]))
+        grid = (ceil_div(entries, tiles["ROWS"] // tiles["LANES"]) * tiles["COLUMNS"],)
         with on_device_of(projected):
             compress_pool_kernel[grid](projected, ape, starts_document, out, entries, **tiles)
     return out
@@ -257,12 +262,12 @@ def _backward(projected: Tensor, ape: Tensor, starts_document: Tensor, grad: Ten
     if not entries:
         return grad_projected, torch.zeros(ape.shape, dtype=torch.float32, device=ape.device)
     tiles = _tiles(ape, overlap)
-    blocks, columns = ceil_div(entries, tiles["ROWS"] // tiles["LANES"]), ceil_div(tiles["D"], tiles["BLOCK_D"])
-    programs = max(1, min(blocks, PROGRAMS // (columns * tiles["CHUNKS"]), entries // ENTRIES))
+    blocks, parts = ceil_div(entries, tiles["ROWS"] // tiles["LANES"]), tiles["CHUNKS"] * tiles["COLUMNS"]
+    programs = max(1, min(blocks, PROGRAMS // parts, entries // ENTRIES))
     partial = torch.empty(programs, *ape.shape, dtype=torch.float32, device=ape.device)
     operands = (projected, ape, starts_document, grad.contiguous(), grad_projected, partial, entries, blocks)
     with on_device_of(projected):
-        compress_pool_backward_kernel[(programs, columns, tiles["CHUNKS"])](*operands, **tiles)
+        compress_pool_backward_kernel[(programs * parts,)](*operands, **tiles)
     return grad_projected, partial.sum(0) if programs > 1 else partial[0]
 
 

@@ -198,7 +198,7 @@ def select_entries(
         if most > needless:
             columns = _padded(most)
             scores = buffer[: (stop - first) * columns].view(-1, columns)
-            begin = max(first, ratio * (needless + 1) - 1 - first_token)  # the rows before need no score
+            begin = _first_to_see(needless + 1, first, ratio, first_token)  # the rows before need no score
             write_scores(index_q, index_k, index_w, entry_start, visible, scores[begin - first :], begin, stop, skip_up_to=needless)
         _take_chunk(scores, ids, chosen, entry_start, visible, first, stop, most, ratio, first_token)
     return ids, chosen
@@ -234,7 +234,7 @@ def _take_chunk(
             span = max(32, min(span, power_of_two(max(1, most))))
         if number == 0 or (most > lower and span > topk):
             # the rows before see no more than the previous launches took
-            begin = first if number == 0 else max(first, ratio * (lower + 1) - 1 - first_token)
+            begin = first if number == 0 else _first_to_see(lower + 1, first, ratio, first_token)
             if IN_PARTS:
                 warps = max(warps, block_k // 1024)
                 part = min(span, 1024 * warps)
@@ -259,8 +259,13 @@ def _take_chunk(
                 )
             lower = max(lower, span)
     if most > lower:
-        begin = max(first, ratio * (lower + 1) - 1 - first_token)
+        begin = _first_to_see(lower + 1, first, ratio, first_token)
         long_row_kernel[(stop - begin,)](*tensors(begin), begin, columns, lower, K=topk, BLOCK=4096, EMIT=emit, num_warps=8)
+
+
+def _first_to_see(entries: int, first: int, ratio: int, first_token: int) -> int:
+    """A row from `first` on before which none sees as many `entries`: like a chunk it begins at a multiple of 16, else kernels were compiled anew."""
+    return max(first, (ratio * entries - 1 - first_token) // 16 * 16)
 
 
 def _padded(columns: int) -> int:

@@ -55,6 +55,23 @@ def test_chunks_of_the_buffer_do_not_show(device: str) -> None:
     assert torch.equal(scores, exact)  # integers: the scores kept for the loss are those of the ids
 
 
+def test_every_row_is_taken_by_one_of_the_launches(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernels.triton_fused import selection
+
+    for name in ("REGISTER_SPANS", "PART_SPANS"):
+        monkeypatch.setattr(selection, name, ((32, 1), (64, 1), (128, 1)))  # and longer rows
+    rows, topk, before = 130, 8, 21
+    q, k, w = integer_indexer(rows, rows + before, 1, 16, device, 4)
+    visible = torch.arange(before + 1, before + 1 + rows, dtype=torch.int32, device=device)
+    scores = torch.relu(torch.einsum("thd,cd->thc", q, k))[:, 0] * w
+    scores = scores.masked_fill(torch.arange(rows + before, device=device)[None] >= visible[:, None], -torch.inf)
+    expected = scores.sort(1, descending=True, stable=True).indices[:, :topk].sort(1).values.int()
+    for kept in (False, True):
+        got, chosen = selection.select_entries(q, k, w, torch.zeros_like(visible), visible, topk, 1, rows + before, before, kept, budget=1)
+        assert torch.equal(got, expected)
+        assert chosen is None or torch.equal(chosen, scores.gather(1, expected.long()))
+
+
 def test_chunks_fit_the_grid_however_many_short_documents_there_are() -> None:
     pytest.importorskip("triton")
     from kernels.triton_fused.index_scores import score_tiling

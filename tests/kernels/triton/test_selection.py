@@ -65,7 +65,7 @@ def test_every_row_is_taken_by_one_of_the_launches(device: str, monkeypatch: pyt
     visible = torch.arange(before + 1, before + 1 + rows, dtype=torch.int32, device=device)
     scores = torch.relu(torch.einsum("thd,cd->thc", q, k))[:, 0] * w
     scores = scores.masked_fill(torch.arange(rows + before, device=device)[None] >= visible[:, None], -torch.inf)
-    expected = scores.sort(1, descending=True, stable=True).indices[:, :topk].sort(1).values.int()
+    expected = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :topk].sort(1).values.int()
     for kept in (False, True):
         got, chosen = selection.select_entries(q, k, w, torch.zeros_like(visible), visible, topk, 1, rows + before, before, kept, budget=1)
         assert torch.equal(got, expected)

@@ -44,9 +44,11 @@ class CompressedWindows:
 
     def rows_of(self, x: Tensor) -> Tensor:
         """Rows [C * ratio, d] of all windows, of x [T, d]: `x` itself where the windows cover it, and no copy where its first rows are theirs."""
-        count = self.token_ids.shape[0]
+        if torch.compiler.is_compiling():  # one graph for all rows
+            return x.index_select(0, self.token_ids)
         if not self.are_head:
-            return x.index_select(0, self.token_ids) if torch.compiler.is_compiling() else _Rows.apply(x, self.token_ids)
+            return _Rows.apply(x, self.token_ids)
+        count = self.token_ids.shape[0]
         return x if count == x.shape[0] else x[:count]
 
 

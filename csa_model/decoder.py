@@ -70,7 +70,7 @@ class Decoder(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         nn.init.normal_(self.embed.weight, std=config.initializer_range)
         self.layers = nn.ModuleList(Block(config, backend, layer) for layer in range(layers))
-        self.hc_head = HyperHead(config) if config.hyper_connections.enabled else None
+        self.hc_head = HyperHead(config, backend.row_operations()) if config.hyper_connections.enabled else None
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, backend.row_operations())
         self.head = Linear(config.hidden_size, config.vocab_size, config.initializer_range)
         if config.tie_word_embeddings:

@@ -189,7 +189,12 @@ class HyperHead(nn.Module):
         nn.init.zeros_(self.base)
 
     def forward(self, streams: Tensor) -> Tensor:
-        if self.fused is not None and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # plain operations, as in layers.rms_norm: dynamo of torch 2.11 drops the gradients of the Functions below
+            flat = at_least_fp32(streams.flatten(1))
+            mix = linear_fp32(flat, self.fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.norm_eps)
+            weights = torch.sigmoid(mix * self.scale + self.base) + self.hc_eps
+            return (at_least_fp32(streams) * weights[:, :, None]).sum(1).to(streams.dtype)
+        if self.fused is not None:
             return self.fused.collapse_streams(streams, self.fn, self.scale, self.base, self.hc_eps, self.norm_eps)
         weights = torch.sigmoid(_Mix.apply(streams, self.fn, self.norm_eps) * self.scale + self.base) + self.hc_eps
         return _Collapse.apply(weights, streams)

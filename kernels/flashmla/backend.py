@@ -107,7 +107,7 @@ class FlashMLABackend(Backend):
             "indexer_loss": base["indexer_loss"],
             "attend_with_indexer_loss": "the pair: teacher as a pass after the forward" if parts.teaching_backward is None else f"teacher {teacher}",
             "padding": padding_cost(rules, geometry.heads, geometry.head_dim, (geometry.topk or 0) + geometry.window),
-            "norms, rotation, stream maps": base.get("norms, rotation, stream maps", "PyTorch"),
+            "row operations": base.get("row operations", "PyTorch"),
         }
 
     def row_operations(self) -> RowOperations | None:

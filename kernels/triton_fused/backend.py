@@ -59,9 +59,9 @@ class TritonBackend(Backend):
             "attend": f"{attention}, {version}",
             "indexer_loss": f"log-space teacher, plain Triton kernels, {version}",
             "attend_with_indexer_loss": f"teacher emitted by the attention backward (full_csa over selected entries, else the pair), {version}",
-            "norms, rotation, stream maps": "PyTorch"
+            "row operations": "PyTorch"
             if rows is None
-            else f"plain Triton kernels (maps of {streams} streams, others PyTorch), {version}",
+            else f"norms, rotation, hyper-connections of {streams} streams, pooling, router, SwiGLU: plain Triton kernels, {version}",
         }
 
     def row_operations(self) -> RowOperations | None:

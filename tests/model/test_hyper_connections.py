@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from csa_model.config import HyperConnectionsConfig
 from csa_model.hyper_connections import HyperConnection, HyperHead, sinkhorn
@@ -113,3 +113,25 @@ def test_maps_and_mixing_run_in_float32_on_bf16_streams() -> None:
     assert torch.equal(x, exact_x.bfloat16())
     assert torch.equal(out, module.expand(streams.float(), y.float(), write, mix).bfloat16())
     assert torch.equal(hidden, head(streams.float()).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiler_sees_plain_operations_in_the_head_and_keeps_the_gradients(dtype: torch.dtype) -> None:
+    """With torch 2.11 the head's custom Functions got gradients of exactly 0 in fp32."""
+    torch._dynamo.reset()
+    seen: list[str] = []
+
+    def record(graph: fx.GraphModule, inputs: list[Tensor]) -> fx.GraphModule:
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    start, probe, results = torch.randn(6, 4, 24).to(dtype), torch.randn(6, 24).to(dtype), []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        head, streams = HyperHead(tiny_config()), start.clone().requires_grad_()
+        if compiled:
+            head.compile(backend=record)
+        results.append(torch.autograd.grad(head(streams), (streams, head.fn, head.scale, head.base), probe))
+    assert seen
+    assert not [name for name in seen if "autograd_function" in name]
+    torch.testing.assert_close(results[1], results[0])

@@ -184,10 +184,10 @@ def test_a_decoder_step_is_the_plain_one(device: str, monkeypatch: pytest.Monkey
 
 
 def test_a_model_built_for_a_gpu_takes_them_and_the_composition_says_so(device: str) -> None:
-    for device_type, name in (("cuda", "plain Triton kernels (maps of 1, 2, 4, 8 streams"), ("cpu", "PyTorch")):
+    for device_type, name in (("cuda", "norms, rotation, hyper-connections of 1, 2, 4, 8 streams"), ("cpu", "PyTorch")):
         if device_type == "cpu" and device != "cpu":
             continue  # there the backend takes tensors of the GPU only
         decoder = Decoder(tiny_config(index_head_dim=16), get_backend("triton"), device_type=device_type)
         parts = [m for m in decoder.modules() if isinstance(m, (RMSNorm, Compressor, Indexer, HyperConnection, Attention))]
         assert {m.fused is not None for m in parts} == {device_type == "cuda"}
-        assert decoder.backend.describe()["norms, rotation, stream maps"].startswith(name)
+        assert decoder.backend.describe()["row operations"].startswith(name)

@@ -82,16 +82,14 @@ def attend_backward_rows(
     compressed_kv = None if compressed_kv is None else compressed_kv.contiguous()
     selected = None if selected is None else selected.contiguous()
     plan = plan_rows(selected, bounds, 0 if compressed_kv is None else compressed_kv.shape[0])
-    sink, lse = sink.float().contiguous(), lse.contiguous()
+    z_log2, delta, d_sink = prepare_gradient(grad_out, out, lse, sink.float().contiguous())
+    operands = (grad_out, q, window_kv, compressed_kv, selected, z_log2, delta, bounds, plan, scale, emit)
     if use_hopper(q) and not deterministic:
-        dq, dkv, d_sink, teacher = hopper.backward(grad_out, q, window_kv, compressed_kv, selected, sink, out, lse, bounds, plan, scale, emit)
+        dq, dkv, teacher = hopper.backward(*operands)
+    elif use_dense(q, compressed_kv, selected) and not deterministic:
+        dq, dkv, teacher = dense.dense_backward(*operands)
     else:
-        z_log2, delta, d_sink = prepare_gradient(grad_out, out, lse, sink)
-        operands = (grad_out, q, window_kv, compressed_kv, selected, z_log2, delta, bounds, plan, scale, emit)
-        if use_dense(q, compressed_kv, selected) and not deterministic:
-            dq, dkv, teacher = dense.dense_backward(*operands)
-        else:
-            dq, dkv, teacher = portable_backward(*operands, deterministic)
+        dq, dkv, teacher = portable_backward(*operands, deterministic)
     tokens = window_kv.shape[0]
     d_entries = None if compressed_kv is None else dkv[tokens:].to(compressed_kv.dtype)
     return dq, dkv[:tokens].to(window_kv.dtype), d_entries, d_sink, teacher

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the portable attention backward needs before it starts, from one pass over out and its gradient (the kernel for SM90 finds it out itself).
+"""What the attention backward needs before it starts, from one pass over out and its gradient.
 
     delta[r, h] = sum_d out * grad_out            the row constant of the softmax backward
     z[r, h]     = logaddexp(lse, sink)            the full log denominator; kept times log2(e)

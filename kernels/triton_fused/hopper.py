@@ -60,13 +60,12 @@ def backward(
     window_kv: Tensor,
     compressed_kv: Tensor | None,
     selected: Tensor | None,
-    sink: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    z_log2: Tensor,
+    delta: Tensor,
     bounds: RowBounds,
     plan: RowPlan,
     scale: float,
     emit_teacher: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dkv, d_sink and teacher_sum as prepare_gradient and portable_backward give them; dkv not deterministic."""
-    return hopper_backward(grad_out, q, window_kv, compressed_kv, selected, sink, out, lse, bounds, plan, scale, emit_teacher)
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As portable_backward, not deterministic."""
+    return hopper_backward(grad_out, q, window_kv, compressed_kv, selected, z_log2, delta, bounds, plan, scale, emit_teacher)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backward for SM90 on a GPU: what it finds out about each row on the way, and items that follow one another in one program."""
+"""The backward for SM90 on a GPU: items that follow one another in one program, extreme sinks, slices of rows, repetition."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def sink_gradient(rows: Rows, out: Tensor, lse: Tensor) -> Tensor:
         ((700, 290), None, 9),  # all visible entries: as many tiles as there are
     ],
 )
-def test_agrees_with_the_portable_kernels_and_a_pass_of_its_own(heads: int, lengths, topk: int | None, padding: int) -> None:
+def test_agrees_with_the_portable_kernels(heads: int, lengths, topk: int | None, padding: int) -> None:
     rows = Rows(lengths, heads, topk, padding=padding)
     (out, lse), (dq, d_window, d_entries, d_sink, teacher) = rows.run()
     _, expected = rows.run(deterministic=True)

@@ -15,13 +15,16 @@ they are.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,9 +42,22 @@ LENGTHS = (2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
 PATHS = ("unfused", "triton", "dense")
 # What a kernel's name says about the part of the step it belongs to; the first match counts.
 PARTS = {
-    "index scores and top-k": ("scores_kernel", "register_kernel", "long_row_kernel"),
-    "indexer loss": ("loss_kernel", "teacher_kernel", "head_sum_kernel", "gradient_kernel"),
-    "attention": ("forward_kernel", "backward_kernel", "prepare_kernel", "plan_kernel", "dense_mask", "fmha", "flash", "sdpa", "attention"),
+    "hyper-connections": (
+        "open_kernel",
+        "write_kernel",
+        "write_backward",
+        "products_kernel",
+        "streams_backward",
+        "fn_backward",
+        "hyper_maps",
+        "add_partials",
+    ),
+    "norms and rotation": ("norm_rotate",),
+    "router and SwiGLU": ("route_", "swiglu"),
+    "compressor": ("compress_pool",),
+    "index scores and top-k": ("scores_kernel", "parts_kernel", "long_row_kernel"),
+    "indexer loss": ("loss_kernel", "teacher_kernel", "head_sum_kernel", "row_kernel", "gradient_kernel"),
+    "attention": ("forward_kernel", "backward_kernel", "prepare_kernel", "plan_kernel", "fmha", "flash", "sdpa", "attention"),
     "matrix products": ("gemm", "cutlass", "nvjet", "matmul", "cublas", "xmma"),
     "optimizer": ("multi_tensor", "foreach", "adam"),
     "reductions": ("reduce", "softmax", "norm", "logsumexp"),
@@ -149,19 +165,20 @@ def build_step(model: str, path: str, tokens: int, device: str) -> Callable[[], 
     return step
 
 
-def time_step(step: Callable[[], Tensor], device: str, repeats: int) -> list[float]:
-    """Seconds of each of `repeats` steps after two to warm up."""
-    for _ in range(2):
-        step()
-    seconds = []
-    for _ in range(repeats):
+def time_step(step: Callable[[], Tensor], device: str, repeats: int, at_most: float = 6.0) -> list[float]:
+    """Seconds of each of `repeats` steps, fewer once they have taken `at_most` seconds together; two steps before them warm up."""
+    seconds: list[float] = []
+    for number in range(2 + repeats):
         if device == "cuda":
             torch.cuda.synchronize()
         began = time.perf_counter()
         step()
         if device == "cuda":
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
+        if number >= 2:
+            seconds.append(time.perf_counter() - began)
+        if sum(seconds) > at_most:
+            break
     return seconds
 
 
@@ -251,6 +268,27 @@ def plot(records: list[dict[str, Any]], title: str, target: Path) -> None:
     pyplot.close(figure)
 
 
+def measured_points(args: argparse.Namespace) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """(path, tokens, record) of every point, one after the other, each in a process of its own: they import beforehand, side by side, and wait."""
+    with contextlib.ExitStack() as stack:
+        waiting = []
+        for tokens, path in itertools.product(args.tokens, args.paths):
+            command = [sys.executable, "-m", "benchmarks.train_step", "--model", args.model, "--device", args.device, "--repeats", str(args.repeats)]
+            command += ["--point", f"{path}@{tokens}", "--wait"] + (["--no-profile"] if args.no_profile else [])
+            errors = stack.enter_context(tempfile.TemporaryFile("w+"))
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True)
+            stack.callback(process.kill)
+            waiting.append((path, tokens, process, errors))
+        for path, tokens, process, errors in waiting:
+            printed, _ = process.communicate("go\n")
+            if process.returncode:
+                errors.seek(0)
+                lines = errors.read().strip().splitlines()
+                yield path, tokens, {"path": path, "tokens": tokens, "failed": lines[-1][:300] if lines else "no output"}
+            else:
+                yield path, tokens, json.loads(printed.strip().splitlines()[-1])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="small", help="file of configs/model")
@@ -260,37 +298,34 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--point", help=argparse.SUPPRESS)
+    parser.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         print("this benchmark needs an NVIDIA GPU; --device cpu tries it out at small lengths")
         return 2
     if args.point:
         path, tokens = args.point.split("@")
+
+        if args.wait:
+            sys.stdin.readline()
         print(json.dumps(measure_point(args.model, path, int(tokens), args.device, args.repeats, not args.no_profile)))
         return 0
     records = []
-    for tokens in args.tokens:
-        for path in args.paths:
-            command = [sys.executable, "-m", "benchmarks.train_step", "--model", args.model, "--device", args.device, "--repeats", str(args.repeats)]
-            command += ["--point", f"{path}@{tokens}"] + (["--no-profile"] if args.no_profile else [])
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                record = {"path": path, "tokens": tokens, "failed": done.stderr.strip().splitlines()[-1][:300] if done.stderr else "no output"}
-            else:
-                record = json.loads(done.stdout.strip().splitlines()[-1])
-            records.append(record)
-            memory = f"{record['peak_gib']:.2f} GiB" if "peak_gib" in record else "N/A"
-            told = record.get("failed") or f"{record['tokens_per_second']:12,.0f} tokens/s  {record['step_ms']:9.1f} ms  peak {memory}"
-            print(f"{args.model} T={tokens:6d} {path:8s} {told}", flush=True)
-            if "profile" in record:
-                print(f"    {record['profile']['launches']:,} launches on the GPU, which waits {record['host_bound']:.0%} of the step: ", end="")
-                print(", ".join(f"{part} {ms:.1f} ms" for part, ms in record["profile"]["parts_ms"].items()), flush=True)
     result = provenance() | {"git_sha": os.environ.get("CSA_GIT_SHA") or provenance()["git_sha"], "model": args.model, "points": records}
+    target = RESULTS / f"train_step_{args.model}_{torch.cuda.get_device_name().lower().replace(' ', '_') if args.device == 'cuda' else 'cpu'}.json"
+    for path, tokens, record in measured_points(args):
+        records.append(record)
+        memory = f"{record['peak_gib']:.2f} GiB" if "peak_gib" in record else "N/A"
+        told = record.get("failed") or f"{record['tokens_per_second']:12,.0f} tokens/s  {record['step_ms']:9.1f} ms  peak {memory}"
+        print(f"{args.model} T={tokens:6d} {path:8s} {told}", flush=True)
+        if "profile" in record:
+            print(f"    {record['profile']['launches']:,} launches on the GPU, which waits {record['host_bound']:.0%} of the step: ", end="")
+            print(", ".join(f"{part} {ms:.1f} ms" for part, ms in record["profile"]["parts_ms"].items()), flush=True)
+        if args.device == "cuda":  # after every point: a run that is stopped keeps what it has
+            target.write_text(json.dumps(result, indent=1) + "\n")
     result["crossover_tokens"] = {path: crossover(records, path) for path in args.paths if path != "dense" and "dense" in args.paths}
     print(f"faster than the dense twin from: {result['crossover_tokens']}")
     if args.device == "cuda":
-        card = torch.cuda.get_device_name().lower().replace(" ", "_")
-        target = RESULTS / f"train_step_{args.model}_{card}.json"
         target.write_text(json.dumps(result, indent=1) + "\n")
         plot(records, f"training step, model={args.model}, {torch.cuda.get_device_name()}", target.with_suffix(".png"))
         print(f"wrote {target}")

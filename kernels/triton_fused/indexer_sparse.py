@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton_fused.indexer_short import short_row_loss
 from kernels.triton_fused.rounding import power_of_two
 from kernels.triton_fused.teacher import safe_top
 from kernels.triton_fused.tuples import appended
@@ -27,8 +26,7 @@ from kernels.triton_fused.tuples import appended
 class LossTiling:
     """Heads x keys of one product, warps and pipeline stages.
 
-    chunk: head dims of one product, all if 0. fold: sum d index_w over keys as far as that takes no exchange between threads. registers: most of a
-    thread, as many as there are if 0. together: neighbouring rows that `indexer_short` takes at once where they share their entries, none if 0.
+    chunk: head dims of one product, all if 0. registers: most of a thread, as many as there are if 0.
     """
 
     heads: int
@@ -36,12 +34,10 @@ class LossTiling:
     warps: int
     stages: int
     chunk: int = 0
-    fold: bool = False
     registers: int = 0
-    together: int = 0
 
 
-def loss_tiling(heads: int, head_dim: int, dtype: torch.dtype) -> LossTiling:
+def loss_tiling(heads: int, head_dim: int, dtype: torch.dtype, deterministic: bool = False) -> LossTiling:
     """Measured on an H200 with Triton 3.6.0 for 64 heads of 128; the others keep the accumulators within the registers."""
     padded = max(16, power_of_two(heads))
     dim = max(16, power_of_two(head_dim))
@@ -49,6 +45,9 @@ def loss_tiling(heads: int, head_dim: int, dtype: torch.dtype) -> LossTiling:
         return LossTiling(16, 16, 4, 1)
     if padded <= 32:
         return LossTiling(padded, 64 if dim <= 128 else 32, 4, 2)
+    if (heads, head_dim) == (64, 128):
+        # three programs a multiprocessor instead of two; integer sums need the registers themselves: held to 168, every product would be waited for
+        return LossTiling(64, 64, 4, 1, chunk=64, registers=0 if deterministic else 168)
     return LossTiling(64, 64, 4, 1) if dim <= 128 else LossTiling(64, 32, 8, 1)
 
 
@@ -113,19 +112,16 @@ def loss_kernel(
     D_Q,
     D_KEYS,
     D_WEIGHTS,
-    DONE,
     rows,
     C,
     K,
     HI: tl.constexpr,
     DI: tl.constexpr,
-    TOGETHER: tl.constexpr,
     BLOCK_H: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    FOLD: tl.constexpr,
     SCORES_GIVEN: tl.constexpr,
     WITH_GRAD: tl.constexpr,
     DETERMINISTIC: tl.constexpr,
@@ -134,9 +130,6 @@ def loss_kernel(
     row = (rows - 1 - tl.program_id(0)).to(tl.int64)  # long rows first
     first = tl.load(ENTRY_START + row)
     end = tl.minimum(first + tl.load(VISIBLE + row), C)
-    if TOGETHER:  # noqa: SIM102, the load must not be compiled without groups
-        if tl.load(DONE + row // TOGETHER) != 0:
-            return
     slot = tl.arange(0, BLOCK_K)
     all_ids = tl.load(SUPPORT + row * K + slot, mask=slot < K, other=-1)
     present = (all_ids >= first) & (all_ids < end)
@@ -182,28 +175,22 @@ def loss_kernel(
             dq = ()
             for _ in tl.static_range(CHUNKS):
                 dq = appended(dq, tl.zeros([BLOCK_H, CHUNK], tl.float32))
-            # summed over keys once at the end: a sum across warps per tile costs a quarter of the time. Folded, every eighth key falls on the
-            # same thread in the layout of a matrix product
-            d_weight = tl.zeros([BLOCK_H, 8 if FOLD else BLOCK_N], tl.float32)
+            # every eighth key falls on the same thread in the layout of a matrix product; those sums are taken as they come, the rest once at the
+            # end: a sum across threads per tile costs a quarter of the time
+            d_weight = tl.zeros([BLOCK_H, 8], tl.float32)
             for n in range(0, extent, BLOCK_N):
                 ids, valid, k = gather_keys(SUPPORT, KEYS, row, n, first, end, K, DI, CHUNK, CHUNKS, BLOCK_N)
                 g = tl.load(SCRATCH + row * K + n + tl.arange(0, BLOCK_N), mask=valid, other=0.0)
                 s = head_products(q, k, CHUNKS, PRECISION)
-                if FOLD:
-                    d_weight += tl.sum(tl.reshape(tl.maximum(s, 0.0) * g[None, :], (BLOCK_H, BLOCK_N // 8, 8)), 1)
-                else:
-                    d_weight += tl.maximum(s, 0.0) * g[None, :]
+                d_weight += tl.sum(tl.reshape(tl.maximum(s, 0.0) * g[None, :], (BLOCK_H, BLOCK_N // 8, 8)), 1)
                 ds = tl.where(s > 0.0, w[:, None] * g[None, :], 0.0).to(k[0].dtype)
                 sums = ()
                 for c in tl.static_range(CHUNKS):
                     sums = appended(sums, tl.dot(ds, k[c], dq[c], input_precision=PRECISION))
                 dq = sums
-                if FOLD:
-                    address = D_KEYS + ids.to(tl.int64)[:, None] * DI + dim[None, :]
+                address = D_KEYS + ids.to(tl.int64)[:, None] * DI + dim[None, :]
                 for c in tl.static_range(CHUNKS):
                     dk = tl.dot(tl.trans(ds), q[c], input_precision=PRECISION) * grad
-                    if not FOLD:
-                        address = D_KEYS + ids.to(tl.int64)[:, None] * DI + dim[None, :]
                     inside = valid[:, None] & (c * CHUNK + dim < DI)[None, :]
                     if DETERMINISTIC:
                         tl.atomic_add(address + c * CHUNK, (dk * unit).to(tl.int64), mask=inside, sem="relaxed")
@@ -277,7 +264,7 @@ def sparse_loss(
         if grad is not None:
             gradients = IndexerGradients(torch.zeros_like(index_q), torch.zeros_like(index_k), torch.zeros_like(index_w))
         return kl, gradients
-    tiles = tiling or loss_tiling(heads, dim, index_q.dtype)
+    tiles = tiling or loss_tiling(heads, dim, index_q.dtype, deterministic and grad is not None)
     d_q = index_q if grad is None else torch.empty_like(index_q)
     d_w = index_w if grad is None else torch.empty_like(index_w)
     known = scores if scores is not None else torch.empty(rows, slots, dtype=torch.float32, device=index_q.device)
@@ -285,12 +272,6 @@ def sparse_loss(
     if scores is not None and grad is not None:
         scratch = teacher if overwrite_teacher else torch.empty_like(known)
     chunk = tiles.chunk or max(16, power_of_two(dim))
-    together = tiles.together if grad is not None and scores is not None and not deterministic else 0
-    done = kl
-    if together:
-        assert grad is not None
-        tensors = (index_q, index_k, index_w, support, teacher, entry_start, visible, grad, known, scratch, kl, d_q, sums, d_w)
-        done = short_row_loss(*tensors, together, tiles.keys, 2 * tiles.warps)
     loss_kernel[(rows,)](
         index_q,
         index_k,
@@ -307,19 +288,16 @@ def sparse_loss(
         d_q,
         sums,
         d_w,
-        done,
         rows,
         index_k.shape[0],
         slots,
         HI=heads,
         DI=dim,
-        TOGETHER=together,
         BLOCK_H=tiles.heads,
         CHUNK=chunk,
         CHUNKS=max(16, power_of_two(dim)) // chunk,
         BLOCK_N=tiles.keys,
         BLOCK_K=max(16, power_of_two(slots)),
-        FOLD=tiles.fold,
         SCORES_GIVEN=scores is not None,
         WITH_GRAD=grad is not None,
         DETERMINISTIC=deterministic and grad is not None,

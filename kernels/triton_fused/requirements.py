@@ -10,7 +10,7 @@ import triton
 from triton.runtime.interpreter import InterpretedFunction
 
 from kernels.backend import BackendUnsupported, Geometry
-from kernels.triton_fused.selection import register_kernel
+from kernels.triton_fused.row_select import parts_kernel
 
 TRITON_MINIMUM = (3, 6)
 CAPABILITY_MINIMUM = (8, 0)
@@ -20,7 +20,7 @@ UNFUSED = "backend=unfused, which runs anywhere"
 
 def interpreted() -> bool:
     """Whether the kernels run in Triton's interpreter, on the CPU: TRITON_INTERPRET=1, set before they were imported and still set."""
-    return os.environ.get("TRITON_INTERPRET") == "1" and isinstance(register_kernel, InterpretedFunction)
+    return os.environ.get("TRITON_INTERPRET") == "1" and isinstance(parts_kernel, InterpretedFunction)
 
 
 def triton_version() -> tuple[int, ...]:

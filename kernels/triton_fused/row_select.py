@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact top-k of one row that lies in the registers of one to four warps, in parts of 1,024 entries a warp: ids ascending, ties to the lower id.
+"""Exact top-k of one row per program: ids ascending, ties to the lower id.
 
-The k-th value is found by bisection between a bound that at least k scores reach and the largest score. Counting is one comparison and one addition
-of floats per score: counts are exact in fp32, and integers would take three instructions. Nothing is exchanged through shared memory but sums.
+A row of up to 16,384 entries lies in the registers of one to eight warps, in one or two parts of 1,024 entries a warp. The k-th value is found by
+bisection between a bound that at least k scores reach and the largest score. Counting is one comparison and one addition of floats per score: counts
+are exact in fp32, and integers would take three instructions. Nothing is exchanged through shared memory but sums. A longer row is read five times, 8
+bits of the k-th value at a time.
 
 Legend: K top-k, P entries of a part.
 """
@@ -175,3 +177,58 @@ def parts_kernel(
                 more = PART * (parts - 1) if parts > FEWEST else 0
                 if (count > more) & (count <= PART * parts):
                     choose_row(scores, ids, chosen, count, start, K, BLOCK_K, PART, parts, BLOCK, EMIT)
+
+
+@triton.jit
+def ordered_key(x):
+    """int32 that sorts as the float does; both zeros become one."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def long_row_kernel(
+    SCORES, IDS, CHOSEN, ENTRY_START, VISIBLE, first_row, columns, more_than, K: tl.constexpr, BLOCK: tl.constexpr, EMIT: tl.constexpr
+):
+    """Rows of a chunk that see more than `more_than` entries, read in blocks."""
+    line = tl.program_id(0)
+    row = first_row + line
+    count = tl.load(VISIBLE + row)
+    if count > more_than:
+        start = tl.load(ENTRY_START + row)
+        scores = SCORES + line.to(tl.int64) * columns
+        bucket = tl.arange(0, 256)
+        lane = tl.arange(0, BLOCK)
+        needed = K + tl.zeros([], tl.int32)
+        prefix = tl.zeros([], tl.int32)
+        for digit in tl.static_range(4):
+            histogram = tl.zeros([256], tl.int32)
+            for first in range(0, count, BLOCK):
+                inside = first + lane < count
+                # flipping the sign bit makes the order that of unsigned numbers
+                key = ordered_key(tl.load(scores + first + lane, mask=inside, other=0.0)) ^ -2147483648
+                if digit > 0:
+                    # in two steps: a shift by 32 would be undefined
+                    inside = inside & (((key >> (24 - 8 * digit)) >> 8) & ((1 << (8 * digit)) - 1) == prefix)
+                histogram += tl.histogram((key >> (24 - 8 * digit)) & 255, 256, mask=inside)
+            at_or_above = tl.cumsum(histogram, 0, reverse=True)
+            chosen = tl.sum((at_or_above >= needed).to(tl.int32), 0) - 1
+            needed -= tl.sum(tl.where(bucket > chosen, histogram, 0), 0)
+            prefix = prefix * 256 + chosen
+        threshold = prefix ^ -2147483648
+        equal_before = tl.zeros([], tl.int32)
+        taken = tl.zeros([], tl.int32)
+        ids = IDS + row.to(tl.int64) * K
+        for first in range(0, count, BLOCK):
+            inside = first + lane < count
+            score = tl.load(scores + first + lane, mask=inside, other=0.0)
+            key = ordered_key(score)
+            equal = (inside & (key == threshold)).to(tl.int32)
+            rank = equal_before + tl.cumsum(equal, 0)
+            take = (inside & (key > threshold)) | ((equal > 0) & (rank <= needed))
+            position = taken + tl.cumsum(take.to(tl.int32), 0) - 1
+            tl.store(ids + position, first + lane + start, mask=take & (position < K))
+            if EMIT:
+                tl.store(CHOSEN + row.to(tl.int64) * K + position, score, mask=take & (position < K))
+            equal_before += tl.sum(equal, 0)
+            taken += tl.sum(take.to(tl.int32), 0)

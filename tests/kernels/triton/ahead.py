@@ -12,18 +12,21 @@ import triton
 from kernels.triton_fused import selection
 from kernels.triton_fused.index_scores import write_scores
 from kernels.triton_fused.indexer_dense import dense_loss
-from kernels.triton_fused.indexer_sparse import LossTiling, sparse_loss
+from kernels.triton_fused.indexer_sparse import sparse_loss
 from kernels.triton_fused.teacher import sparse_teacher
 from tests.kernels.triton.aot import compiling_for_sm90
 
-LOSS_VARIANTS = (
-    LossTiling(64, 64, 4, 1, fold=True, together=2),
-    LossTiling(64, 64, 4, 2, fold=True),
-    LossTiling(64, 64, 4, 1, chunk=64, fold=True, registers=168),
-)
 GEOMETRIES = {  # index heads, index dim, heads, dim, top-k, dtype
     "published": (64, 128, 64, 512, 512, torch.bfloat16),
     "largest": (128, 256, 128, 512, 2048, torch.bfloat16),
+}
+LOSSES = {  # index heads, index dim, integer sums, scores kept by the selection
+    "published, deterministic": (64, 128, True, True),
+    "published, scores recomputed": (64, 128, False, False),
+    "128 heads of 128": (128, 128, False, True),
+    "48 heads of 96": (48, 96, False, True),
+    "32 heads of 32": (32, 32, False, True),
+    "4 heads of 32": (4, 32, False, True),
 }
 
 
@@ -39,21 +42,28 @@ def launch_all(index_heads: int, index_dim: int, heads: int, dim: int, topk: int
     indexer = (index_q, index_k, index_w)
     scores = zeros(tokens, entries)
     write_scores(*indexer, start, visible, scores, 0, tokens)
-    for selection.IN_PARTS in (False, True):
-        selection._take_chunk(scores, ids, zeros(tokens, topk), start, visible, 0, tokens, 20000)  # every span of registers, and longer rows
+    selection._take_chunk(scores, ids, zeros(tokens, topk), start, visible, 0, tokens, 20000)  # every span of registers, and longer rows
     teacher = sparse_teacher(q, keys, ids, sink, lse, start, visible, 0.1)
     sparse_teacher(q, keys, ids, sink, None, start, visible, 0.1)
     sparse_loss(*indexer, ids, teacher, start, visible, zeros(), scores=zeros(tokens, topk))
-    if index_heads <= 64 and index_dim <= 128:
-        for variant in LOSS_VARIANTS:
-            sparse_loss(*indexer, ids, teacher, start, visible, zeros(), scores=zeros(tokens, topk), tiling=variant)
     dense_loss(*indexer, q, keys, lse, start, visible, 0.1, 4, entries, 4 * entries)
 
 
+def launch_loss(heads: int, dim: int, deterministic: bool, scored: bool, tokens: int = 64, slots: int = 512) -> None:
+    q, k, w = (torch.zeros(*shape) for shape in ((tokens, heads, dim), (4096, dim), (tokens, heads)))
+    ids, bound = torch.zeros(tokens, slots, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int32)
+    weights = torch.zeros(tokens, slots)
+    grad, scores = torch.zeros(()), torch.zeros(tokens, slots) if scored else None
+    sparse_loss(q.bfloat16(), k.bfloat16(), w, ids, weights, bound, bound, grad, deterministic, scores)
+
+
 def main() -> None:
-    for name, geometry in GEOMETRIES.items():
+    for name in [*GEOMETRIES, *LOSSES]:
         with compiling_for_sm90() as kernels:
-            launch_all(*geometry)
+            if name in GEOMETRIES:
+                launch_all(*GEOMETRIES[name])
+            else:
+                launch_loss(*LOSSES[name])
         for kernel in kernels:
             counts = {i: kernel.count(i) for i in ("HGMMA", "HMMA", "WARPGROUP", "LDL")}
             record = {

@@ -31,9 +31,9 @@ def _import_for_interpreter() -> bool:
                 del os.environ["TRITON_INTERPRET"]
     from triton.runtime.interpreter import InterpretedFunction
 
-    from kernels.triton_fused.selection import register_kernel
+    from kernels.triton_fused.row_select import parts_kernel
 
-    return isinstance(register_kernel, InterpretedFunction)
+    return isinstance(parts_kernel, InterpretedFunction)
 
 
 INTERPRETED = _import_for_interpreter()

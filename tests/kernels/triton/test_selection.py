@@ -9,16 +9,6 @@ from torch import Tensor
 
 from kernels import PackedLayout, get_backend
 from tests.kernels.oracle import masks, oracle_scores, oracle_select
-from tests.kernels.triton.conftest import HAS_TRITON
-
-
-@pytest.fixture(params=[False, True], ids=["whole rows", "rows in parts"], autouse=True)
-def register_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both kernels that hold a row in registers."""
-    if HAS_TRITON:
-        from kernels.triton_fused import selection
-
-        monkeypatch.setattr(selection, "IN_PARTS", request.param)
 
 
 def integer_indexer(tokens: int, entries: int, heads: int, dim: int, device: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,8 +48,7 @@ def test_chunks_of_the_buffer_do_not_show(device: str) -> None:
 def test_every_row_is_taken_by_one_of_the_launches(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from kernels.triton_fused import selection
 
-    for name in ("REGISTER_SPANS", "PART_SPANS"):
-        monkeypatch.setattr(selection, name, ((32, 1), (64, 1), (128, 1)))  # and longer rows
+    monkeypatch.setattr(selection, "SPANS", ((32, 1), (64, 1), (128, 1)))  # and longer rows
     rows, topk, before = 130, 8, 21
     q, k, w = integer_indexer(rows, rows + before, 1, 16, device, 4)
     visible = torch.arange(before + 1, before + 1 + rows, dtype=torch.int32, device=device)
@@ -70,6 +59,23 @@ def test_every_row_is_taken_by_one_of_the_launches(device: str, monkeypatch: pyt
         got, chosen = selection.select_entries(q, k, w, torch.zeros_like(visible), visible, topk, 1, rows + before, before, kept, budget=1)
         assert torch.equal(got, expected)
         assert chosen is None or torch.equal(chosen, scores.gather(1, expected.long()))
+
+
+@pytest.mark.parametrize("topk", [40, 512, 2048])
+def test_rows_of_every_length_choose_what_a_stable_sort_does(device: str, topk: int) -> None:
+    from kernels.triton_fused.selection import _take_chunk
+
+    visible = torch.tensor([30, 511, 513, 1024, 1025, 2048, 2049, 4096, 4097, 8192, 8193, 16384, 16385, 16500], dtype=torch.int32)
+    scores = torch.randn(len(visible), 16512, generator=torch.Generator().manual_seed(topk)).round(decimals=2)
+    start = torch.arange(len(visible), dtype=torch.int32)
+    ids = torch.full((len(visible), topk), -7, dtype=torch.int32, device=device)
+    kept = torch.zeros(len(visible), topk, device=device)
+    _take_chunk(scores.to(device), ids, kept, start.to(device), visible.to(device), 0, len(visible), 16500)
+    for row, count in enumerate(visible.tolist()):
+        expected = torch.sort(scores[row, :count], descending=True, stable=True).indices[:topk].sort().values
+        blank = topk - len(expected)
+        assert torch.equal(ids[row].cpu(), torch.cat([(expected + row).int(), torch.full((blank,), -1, dtype=torch.int32)])), count
+        assert torch.equal(kept[row].cpu(), torch.cat([scores[row, expected], torch.full((blank,), -torch.inf)])), count
 
 
 def test_chunks_fit_the_grid_however_many_short_documents_there_are() -> None:
@@ -102,7 +108,7 @@ def test_exactly_k_columns_without_enough_entries(device: str, entries: int, top
 
 
 def test_rows_beyond_the_registers_choose_like_rows_within(device: str) -> None:
-    from kernels.triton_fused.selection import long_row_kernel
+    from kernels.triton_fused.row_select import long_row_kernel
 
     g = torch.Generator().manual_seed(3)
     scores = torch.randn(5, 512, generator=g).round(decimals=1)
@@ -161,23 +167,16 @@ def test_rows_in_parts_choose_what_a_stable_sort_does(device: str, topk: int, pa
 
 
 def test_scores_that_are_not_finite_choose_k_ids_and_touch_no_other_row(device: str) -> None:
-    from kernels.triton_fused.selection import register_kernel
-
     scores = torch.randn(6, 64, generator=torch.Generator().manual_seed(3))
     scores[0, 5] = scores[2, ::2] = torch.inf
     scores[1, [3, 9]] = scores[3, ::2] = scores[3, 1::4] = -torch.inf
     scores[4, 7] = scores[5, :] = torch.nan  # the largest of all, as in torch.topk
-    start, visible = torch.zeros(6, dtype=torch.int32, device=device), torch.full((6,), 60, dtype=torch.int32, device=device)
-    ids = torch.full((10, 20), -7, dtype=torch.int32, device=device)
-    kept = torch.zeros(10, 20, device=device)
-    options = {"K": 20, "BLOCK_K": 32, "SPAN": 64, "SHORT": True, "EMIT": True}
-    register_kernel[(6,)](scores.to(device), ids[2:8], kept[2:8], start, visible, 0, 64, 20, **options)
-    assert (ids[[0, 1, 8, 9]] == -7).all()
-    for got, scored in ((ids[2:8].cpu(), kept[2:8].cpu()), in_parts(scores, visible, start, 20, 32, 2, device)):
-        for row in range(6):
-            expected = torch.sort(scores[row, :60], descending=True, stable=True).indices[:20].sort().values
-            assert torch.equal(got[row], expected.int()), row
-            assert torch.equal(scored[row].nan_to_num(9.0), scores[row, expected].nan_to_num(9.0)), row
+    start, visible = torch.zeros(6, dtype=torch.int32), torch.full((6,), 60, dtype=torch.int32)
+    ids, kept = in_parts(scores, visible, start, 20, 32, 2, device)
+    for row in range(6):
+        expected = torch.sort(scores[row, :60], descending=True, stable=True).indices[:20].sort().values
+        assert torch.equal(ids[row], expected.int()), row
+        assert torch.equal(kept[row].nan_to_num(9.0), scores[row, expected].nan_to_num(9.0)), row
 
 
 def test_no_gradient_and_no_copy_of_the_graph(device: str) -> None:

@@ -100,7 +100,7 @@ def test_rounded_linear_on_the_gpu_follows_the_cpu() -> None:
         results.append([t.cpu() for t in (y, *torch.autograd.grad(y, (x, weight), probe))])
     for ours, cpu in zip(*reversed(results), strict=True):
         assert ours.dtype == cpu.dtype
-        torch.testing.assert_close(ours, cpu, rtol=2**-8 if cpu.dtype == torch.bfloat16 else 1e-4, atol=1e-4)
+        torch.testing.assert_close(ours, cpu, rtol=2**-7 if cpu.dtype == torch.bfloat16 else 1e-4, atol=1e-4)  # a rounding may fall the other way
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

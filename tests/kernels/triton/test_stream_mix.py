@@ -245,6 +245,6 @@ def sublayer_of(f: RowOperations, n: int, d: int = 8, **changed: Tensor) -> Call
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(fused: RowOperations, call: Callable[[RowOperations], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_what_does_not_fit_is_refused(device: str, fused: RowOperations, call: Callable[[RowOperations], object], message: str) -> None:
+    with torch.device(device), pytest.raises(ValueError, match=message):
         call(fused)

@@ -166,18 +166,22 @@ def build_step(model: str, path: str, tokens: int, device: str) -> Callable[[], 
     return step
 
 
-def time_step(step: Callable[[], Tensor], device: str, repeats: int, at_most: float = 6.0) -> list[float]:
-    """Seconds of each of `repeats` steps, fewer once they have taken `at_most` seconds together; two steps before them warm up."""
+def time_step(step: Callable[[], Tensor], device: str, repeats: int, at_most: float = 3.0) -> list[float]:
+    """Seconds of each of `repeats` steps after two to warm up; of fewer, and after one, where they take `at_most` seconds together."""
     seconds: list[float] = []
-    for number in range(2 + repeats):
+    warm = 2
+    for number in range(warm + repeats):
         if device == "cuda":
             torch.cuda.synchronize()
         began = time.perf_counter()
         step()
         if device == "cuda":
             torch.cuda.synchronize()
-        if number >= 2:
-            seconds.append(time.perf_counter() - began)
+        took = time.perf_counter() - began
+        if number == 0 and took > at_most:
+            warm = 1
+        if number >= warm:
+            seconds.append(took)
         if sum(seconds) > at_most:
             break
     return seconds
@@ -308,8 +312,8 @@ def main() -> int:
         path, tokens = args.point.split("@")
         for module in ("csa_model.decoder", "csa_model.losses", "csa_model.optimizers", "hydra"):  # what takes long and needs no GPU
             importlib.import_module(module)
-        if args.wait:
-            sys.stdin.readline()
+        if args.wait and not sys.stdin.readline():
+            return 1  # whoever started this is gone: without it, all that wait would measure at once
         print(json.dumps(measure_point(args.model, path, int(tokens), args.device, args.repeats, not args.no_profile)))
         return 0
     records = []

@@ -103,7 +103,6 @@ def _take_chunk(
         if number == 0 or (most > lower and span > topk):
             # the rows before see no more than the previous launches took
             begin = first if number == 0 else _first_to_see(lower + 1, first, ratio, first_token)
-            warps = max(warps, block_k // PART)
             part = min(span, PART * warps)
             parts_kernel[(stop - begin,)](
                 *tensors(begin),

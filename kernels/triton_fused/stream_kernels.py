@@ -183,8 +183,9 @@ def streams_backward_kernel(
     BLOCK_R: tl.constexpr,
 ):
     """d_streams[:, j] = read[j] * d_x + d_mix through the projection and its norm + (MIXED) sum over s of comb[j, s] * grad[:, s]."""
-    token = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    dim = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    COLUMNS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D  # in one dimension with the tiles of tokens: the others of a grid end at 65,535
+    token = (tl.program_id(0) // COLUMNS).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    dim = tl.program_id(0) % COLUMNS * BLOCK_D + tl.arange(0, BLOCK_D)
     row = tl.arange(0, BLOCK_R)
     here = token < tokens
     real = here[:, None] & (dim < D)[None, :]

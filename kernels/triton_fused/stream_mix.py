@@ -83,7 +83,7 @@ def _streams_backward(
     block_t, block_d = 64 if n <= 4 else 16, min(32, max(16, power_of_two(d)))
     operands = (streams, fn, streams if grad is None else grad, d_x, read, read if comb is None else comb, mix, d_mix, norm, out, tokens)
     sizes = {"N": n, "D": d, "R": fn.shape[0], "BLOCK_T": block_t, "BLOCK_D": block_d, "BLOCK_R": max(16, power_of_two(fn.shape[0]))}
-    grid = (ceil_div(d, block_d), ceil_div(tokens, block_t))
+    grid = (ceil_div(d, block_d) * ceil_div(tokens, block_t),)
     stream_kernels.streams_backward_kernel[grid](
         *operands, WIDE=_wide(streams), MIXED=grad is not None, **sizes, num_warps=8 if _wide(streams) else 4
     )

@@ -222,6 +222,32 @@ def test_the_compiler_and_other_numbers_of_streams_get_the_plain_form(device: st
         torch.testing.assert_close(a, b)
 
 
+def test_a_grid_takes_any_number_of_tokens(device: str, fused: RowOperations, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first dimension of a grid goes beyond 65,535."""
+    from kernels.triton_fused import hyper_maps, stream_kernels
+
+    grids = {}
+
+    class Kernel:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            grids[self.name] = grid
+            return lambda *operands, **sizes: None
+
+    for module in (stream_kernels, hyper_maps):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Kernel(name))
+    tokens, n, d = 2**20, 8, 48
+    leaves = [torch.empty(shape, device="meta", requires_grad=True) for shape in ((tokens, n, d), (n * (2 + n), n * d), (3,), (n * (2 + n),))]
+    x, put_back = fused.around_sublayer(*leaves, 2, 1e-6, 1e-6)
+    out = put_back(x)
+    torch.autograd.grad(out, leaves, torch.empty_like(out))
+    assert len(grids) == 8
+    assert all(size <= 65_535 for grid in grids.values() for size in grid[1:]), grids
+
+
 def sublayer_of(f: RowOperations, n: int, d: int = 8, **changed: Tensor) -> Callable[[Tensor], Tensor]:
     rows = n * (2 + n)
     operands = {"streams": torch.zeros(2, n, d), "fn": torch.zeros(rows, n * d), "scale": torch.zeros(3), "base": torch.zeros(rows)} | changed

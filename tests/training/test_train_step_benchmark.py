@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import io
+import sys
+
 import pytest
 import torch
 
@@ -52,3 +55,18 @@ def test_the_launches_of_a_step_are_counted(monkeypatch: pytest.MonkeyPatch) -> 
     assert profile["launches"] == 7
     assert profile["gpu_ms"] == pytest.approx(1.0)
     assert profile["parts_ms"] == {"matrix products": pytest.approx(0.9), "copies and casts": pytest.approx(0.1)}
+
+
+def test_a_point_whose_parent_is_gone_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[tuple[object, ...]] = []
+
+    def measure_point(*arguments: object) -> dict[str, int]:
+        measured.append(arguments)
+        return {}
+
+    monkeypatch.setattr(train_step, "measure_point", measure_point)
+    monkeypatch.setattr(sys, "argv", ["train_step", "--device", "cpu", "--point", "unfused@128", "--wait"])
+    for told, status in (("", 1), ("go\n", 0)):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(told))
+        assert train_step.main() == status
+    assert len(measured) == 1

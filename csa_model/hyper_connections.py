@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from csa_model.config import ModelConfig
 from csa_model.layers import at_least_fp32, linear_fp32, without_autocast
@@ -37,6 +38,7 @@ class _Sinkhorn(torch.autograd.Function):
         return matrix
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
         matrix, *sums = ctx.saved_tensors
         grad = grad.contiguous()
@@ -66,6 +68,7 @@ class _Mix(torch.autograd.Function):
         return mix
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[no-untyped-def]
         streams, fn, scale, mix = ctx.saved_tensors
         flat, scaled = at_least_fp32(streams.flatten(1)), grad * scale
@@ -187,6 +190,12 @@ class HyperHead(nn.Module):
         nn.init.normal_(self.fn, std=FN_STD)
         nn.init.constant_(self.scale, self.init_scale)
         nn.init.zeros_(self.base)
+
+    def __call__(self, streams: Tensor) -> Tensor:
+        # A compiled backward runs under the autocast around the call, not the one within: the products of its gradients would be rounded.
+        with without_autocast(streams):
+            collapsed: Tensor = super().__call__(streams)
+        return collapsed
 
     def forward(self, streams: Tensor) -> Tensor:
         if torch.compiler.is_compiling():  # plain operations, as in layers.rms_norm: dynamo of torch 2.11 drops the gradients of the Functions below

@@ -126,6 +126,7 @@ class _RMSNorm(torch.autograd.Function):
         return (out if weight is None else out.mul_(weight)).to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:  # type: ignore[no-untyped-def]
         x, weight, scale = ctx.saved_tensors
         x32, grad = at_least_fp32(x), at_least_fp32(grad)

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from csa_model.config import HyperConnectionsConfig
 from csa_model.hyper_connections import HyperConnection, HyperHead, sinkhorn
+from csa_model.layers import rms_norm
 from tests.model.helpers import build, logits_of, plain_config, random_tokens, tiny_config
 
 
@@ -135,3 +136,30 @@ def test_the_compiler_sees_plain_operations_in_the_head_and_keeps_the_gradients(
     assert seen
     assert not [name for name in seen if "autograd_function" in name]
     torch.testing.assert_close(results[1], results[0])
+
+
+def test_the_compiled_head_under_autocast_has_gradients_in_float32() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    head, streams, probe = HyperHead(tiny_config()), torch.randn(60, 4, 24).bfloat16(), torch.randn(60, 24).bfloat16()
+    results = []
+    for compiled in (False, True):
+        if compiled:
+            head.compile(backend="aot_eager")
+        with torch.autocast("cpu", torch.bfloat16):
+            out = head(streams)
+        results.append(torch.autograd.grad(out, (head.fn, head.scale, head.base), probe))
+    torch.testing.assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("function", ["projection", "sinkhorn", "norm"])
+def test_a_second_derivative_is_refused(function: str) -> None:
+    """These keep for the backward what they have computed: a derivative of it would be missing."""
+    x = torch.randn(4, 4, 24, requires_grad=True)
+    if function == "projection":
+        out = HyperConnection(tiny_config()).maps(x)[0]
+    else:
+        out = sinkhorn(x, 2, 1e-3) if function == "sinkhorn" else rms_norm(x, None, 1e-6)
+    (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/measured.md from what the benchmarks wrote: `python -m benchmarks.tables [--out docs/measured.md]`. Nothing in it is typed by hand."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks import RESULTS
+
+CARD = "nvidia_h200"
+PEER, OURS = "FlashMLA + cuDNN", "triton full_csa"
+PIECES = {  # row -> (ours, the peer's parts that do the same)
+    "index scores + top-k": ("ours/scores + top-k", ("peer/scores", "peer/top-k")),
+    "the same, scores kept for the loss": ("ours/scores + top-k, scores kept", ()),
+    "attention forward": ("ours/attention forward", ("peer/attention forward",)),
+    "attention backward": ("ours/attention backward", ("peer/attention backward",)),
+    "attention backward with the teacher": ("ours/attention backward + teacher", ("peer/attention backward", "peer/teacher")),
+    "teacher alone": ("ours/teacher alone (log space)", ("peer/teacher",)),
+    "KL + indexer backward": ("ours/KL + indexer backward", ("peer/indexer backward",)),
+}
+
+
+def read(name: str) -> dict[str, Any]:
+    """A result file by the first part of its name."""
+    content: dict[str, Any] = json.loads((RESULTS / f"{name}_{CARD}.json").read_text())
+    return content
+
+
+def origin(result: dict[str, Any]) -> str:
+    """Where the numbers come from, in one line."""
+    parts = [result.get("card") or result["gpu"], f"torch {result['torch']}"]
+    parts += [f"Triton {result['triton']}"] if "triton" in result and isinstance(result["triton"], str) else []
+    gate = result.get("gate")
+    if gate:
+        parts.append("correctness gate green" if gate["passed"] else "CORRECTNESS GATE RED")
+    return f"{', '.join(parts)}, code at {result['git_sha']}{' with uncommitted changes' if result.get('git_dirty') else ''}."
+
+
+def grid(head: list[str], rows: list[list[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+
+
+def ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}" if value < 10 else f"{value:.1f}"
+
+
+def _shape(r: dict[str, Any]) -> list[str]:
+    return [f"{r['tokens']:,}", f"{r['heads']} x {r['head_dim']}", str(r["topk"])]
+
+
+def core(result: dict[str, Any]) -> list[str]:
+    """The step of one CSA layer's core, and its parts."""
+    lines = ["## One CSA layer's core, one training step", "", origin(result), ""]
+    lines += [
+        "Index scores, top-k, attention forward, teacher, KL, attention backward, indexer backward; random bf16 data, one document, ratio 4, "
+        "window 128.",
+        f"Peer: {result['peer']}, composed by us, in the same run. GiB above the inputs.",
+        "",
+    ]
+    rows, failed = [], []
+    for r in result["shapes"]:
+        if "failed" in r:
+            failed.append(f"{r['tokens']:,} tokens: {r['failed']}")
+            continue
+        step, peak = r["step"], r["peak_gib"]
+        peer = step.get(PEER, {}).get("ms")
+        own = step[OURS]["ms"]
+        rows.append(
+            [
+                *_shape(r),
+                ms(own),
+                ms(peer),
+                "-" if peer is None else f"{own / peer:.2f}",
+                f"{peak[OURS]:.2f}",
+                "-" if peer is None else f"{peak[PEER]:.2f}",
+                ms(step["triton compressed_only"]["ms"]),
+                ms(step["triton without indexer loss"]["ms"]),
+                ms(step.get("triton full_csa, deterministic", {}).get("ms")),
+                ms(step.get("PyTorch autograd", {}).get("ms")),
+            ]
+        )
+    head = ["tokens", "heads", "top-k", "ours ms", "peer ms", "ratio", "ours GiB", "peer GiB", "compressed_only", "no loss", "deterministic"]
+    lines += [*grid([*head, "PyTorch autograd"], rows), *failed, "", "Parts, ms (ratio to the peer's parts that do the same):", ""]
+    shapes = [r for r in result["shapes"] if "pieces" in r and r["head_dim"] == 512]
+    parts = []
+    for name, (own, peers) in PIECES.items():
+        cells = []
+        for r in shapes:
+            value = r["pieces"].get(own, {}).get("ms")
+            other = [r["pieces"][p]["ms"] for p in peers if p in r["pieces"]]
+            ratio = f" ({value / sum(other):.2f})" if value is not None and peers and len(other) == len(peers) else ""
+            cells.append(ms(value) + ratio)
+        parts.append([name, *cells])
+    return [*lines, *grid(["part", *(f"{r['tokens']:,} {r['heads']}x{r['topk']}" for r in shapes)], parts)]
+
+
+def training_step(result: dict[str, Any]) -> list[str]:
+    """Tokens per second of whole training steps."""
+    lines = ["## Whole training steps", "", origin(result), ""]
+    lines += [
+        f"model={result['model']}, one document per row, bf16; `dense`: the same decoder with scaled_dot_product_attention over all tokens.",
+        "",
+    ]
+    points = {(p["path"], p["tokens"]): p for p in result["points"]}
+    rows = []
+    for tokens in sorted({t for _, t in points}):
+        row = [f"{tokens:,}"]
+        for path in ("triton", "dense", "unfused"):
+            p = points.get((path, tokens))
+            if p is None or "failed" in p:
+                row += ["-", "-"]
+            else:
+                row += [f"{p['tokens_per_second']:,.0f}", f"{p['peak_gib']:.1f}"]
+        triton = points.get(("triton", tokens), {})
+        row.append(f"{triton['gpu_busy']:.0%}" if "gpu_busy" in triton else "-")
+        rows.append(row)
+    head = ["tokens", "triton tokens/s", "GiB", "dense tokens/s", "GiB", "unfused tokens/s", "GiB", "GPU busy (triton)"]
+    crossing = result.get("crossover_tokens", {}).get("triton")
+    lines += [*grid(head, rows), ""]
+    lines.append(f"Faster than the dense twin from {crossing:,} tokens on." if crossing else "Not faster than the dense twin at any measured length.")
+    return [*lines, "", f"![Tokens per second and memory](../benchmarks/results/train_step_{result['model']}_{CARD}.png)"]
+
+
+def flashmla(result: dict[str, Any]) -> list[str]:
+    """backend=flashmla beside backend=triton and unfused."""
+    lines = ["## FlashMLA", "", origin(result), ""]
+    for stage, title in (("attention_forward", "Attention forward, ms"), ("attention_backward", "Attention backward, ms")):
+        record = result.get(stage)
+        if isinstance(record, dict):
+            names = list(dict.fromkeys(n for shape in record.values() for n, v in shape.items() if isinstance(v, dict) and "ms" in v))
+            lines += [f"{title}:", ""]
+            lines += [*grid(["shape", *names], [[shape, *(ms(values.get(n, {}).get("ms")) for n in names)] for shape, values in record.items()]), ""]
+    if isinstance(result.get("layer_step"), dict):
+        rows = []
+        for shape, backends in result["layer_step"].items():
+            rows += [[shape, name, ms(v.get("ms")), f"{v['peak_gib']:.2f}", f"{v['kl_mean']:.4f}"] for name, v in backends.items()]
+        lines += ["Step of one layer's core:", "", *grid(["shape", "backend", "ms", "GiB", "mean KL"], rows), ""]
+    if isinstance(result.get("training"), dict):
+        training = result["training"]
+        rows = [
+            [name, str(v["steps"]), ms(v["median_step_ms"]), f"{v['peak_gib']:.2f}", f"{v['loss_last_20']:.4f}", f"{v['kl_last_20']:.5f}"]
+            for name, v in training.items()
+            if isinstance(v, dict)
+        ]
+        lines += [
+            f"Training of model=small_flash from the same weights on the same batches, {training['documents_per_row']} documents in a row of "
+            f"{training['tokens_per_row']:,} tokens; loss and KL are means of the last 20 steps, so compare backends with equal steps:",
+            "",
+            *grid(["backend", "steps", "ms a step", "GiB", "loss", "KL"], rows),
+        ]
+    return lines
+
+
+def loss_curves(result: dict[str, Any]) -> list[str]:
+    """Distances of the loss curves."""
+    lines = ["## The course of training", "", origin(result), ""]
+    lines += [f"model=small, {result['steps']} steps on the interpreter's sources; mean absolute distance to unfused with seed 1:", ""]
+    apart = result["mean_absolute_distance_to_unfused_seed_1"]
+    rows = [[name, *(f"{values[m]:.4f}" for m in ("train/lm_loss", "indexer/kl", "val/loss"))] for name, values in apart.items()]
+    return [
+        *lines,
+        *grid(["run", "LM loss", "indexer KL", "validation loss"], rows),
+        "",
+        f"![Loss curves](../benchmarks/results/loss_curves_{CARD}.png)",
+    ]
+
+
+SECTIONS = {"csa_core": core, "train_step_small": training_step, "flashmla": flashmla, "loss_curves": loss_curves}
+
+
+def render() -> str:
+    """The whole page; a result that does not exist yet is left out."""
+    lines = [
+        "# Measured",
+        "",
+        "Written by `python -m benchmarks.tables` from `benchmarks/results/`; absolute times hold for the card named beside them.",
+    ]
+    for name, section in SECTIONS.items():
+        if (RESULTS / f"{name}_{CARD}.json").exists():
+            lines += ["", *section(read(name))]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "docs" / "measured.md")
+    args = parser.parse_args()
+    args.out.write_text(render())
+    print(f"wrote {args.out}")
+
+
+if __name__ == "__main__":
+    main()

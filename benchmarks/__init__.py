@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+COPIED_FROM = os.environ.get("CSA_GIT_SHA")  # the commit of which this tree is a copy, where it is no checkout of its own
 
 
 def provenance() -> dict[str, Any]:
@@ -23,8 +24,9 @@ def provenance() -> dict[str, Any]:
         "cpu": _cpu_model(),
         "load_average": [round(load, 1) for load in os.getloadavg()],
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "git_sha": _git("rev-parse", "HEAD"),
-        "git_dirty": None if (changes := _git("status", "--porcelain", "--", "kernels", "benchmarks/*.py")) is None else bool(changes),
+        "git_sha": COPIED_FROM or _git("rev-parse", "HEAD"),
+        # a copy cannot tell: its own git data, if it has any, belong to another commit
+        "git_dirty": None if COPIED_FROM or (changes := _git("status", "--porcelain", "--", "kernels", "benchmarks/*.py")) is None else bool(changes),
     }
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -269,7 +268,6 @@ def main() -> int:
     missing = composed_missing()
     result: dict[str, Any] = provenance() | {
         "card": torch.cuda.get_device_name(),
-        "git_sha": os.environ.get("CSA_GIT_SHA") or provenance()["git_sha"],
         "triton": triton.__version__,
         "gate": {"passed": gate.passed, "seconds": gate.seconds, "failed": [r for r in gate.records if r["failures"]]},
         "peer": missing or "FlashMLA (sglang-kernel) + cuDNN frontend",

@@ -281,7 +281,7 @@ def main() -> int:
         print("the gate needs a Hopper GPU; without one, the tests in tests/kernels/flashmla run the composition on stubs")
         return 2
     path = args.out or RESULTS / f"flashmla_{torch.cuda.get_device_name().lower().replace(' ', '_')}.json"
-    result: dict[str, Any] = provenance() | {"composition": {}, "git_sha": os.environ.get("CSA_GIT_SHA") or provenance()["git_sha"]}
+    result: dict[str, Any] = provenance() | {"composition": {}}
     backwards = BACKWARDS if args.cudnn else BACKWARDS[:1]
     for backward in backwards:
         result["composition"][backward] = backend_of(backward).describe()

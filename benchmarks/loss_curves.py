@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -115,7 +114,6 @@ def main() -> int:
     good = all(apart[f"{backend} seed 1"][metric] < noise[metric] for backend in args.backends for metric in METRICS[:2])
     result: dict[str, Any] = provenance() | {
         "card": torch.cuda.get_device_name(),
-        "git_sha": os.environ.get("CSA_GIT_SHA") or provenance()["git_sha"],
         "settings": [*SETTINGS, *extra],
         "steps": args.steps,
         "mean_absolute_distance_to_unfused_seed_1": apart,

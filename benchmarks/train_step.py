@@ -20,7 +20,6 @@ import dataclasses
 import importlib
 import itertools
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -317,7 +316,7 @@ def main() -> int:
         print(json.dumps(measure_point(args.model, path, int(tokens), args.device, args.repeats, not args.no_profile)))
         return 0
     records = []
-    result = provenance() | {"git_sha": os.environ.get("CSA_GIT_SHA") or provenance()["git_sha"], "model": args.model, "points": records}
+    result = provenance() | {"model": args.model, "points": records}
     target = RESULTS / f"train_step_{args.model}_{torch.cuda.get_device_name().lower().replace(' ', '_') if args.device == 'cuda' else 'cpu'}.json"
     for path, tokens, record in measured_points(args):
         records.append(record)

@@ -42,9 +42,15 @@ def dispatched() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
+_HERE = contextlib.nullcontext()
+
+
 def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Launches go to the current device, which need not be the one that holds the tensors."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+    """Launches go to the current device, which need not be the one that holds the tensors. Where it is, nothing is switched: a step launches
+    hundreds of kernels."""
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(tensor.device)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::select", mutates_args=())

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -60,3 +62,24 @@ def test_flops_count_two_products_forward_and_five_backward(x: Inputs) -> None:
     with FlopCounterMode(display=False) as counter:
         (out.sum() + kl_sum).backward()
     assert counter.get_total_flops() == 5 * 2 * tokens * heads * dim * keys + 3 * 2 * tokens * 2 * 16 * 2
+
+
+def test_the_device_is_switched_only_where_it_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernels.triton_fused.ops import on_device_of
+
+    class OnDevice:
+        is_cuda, device = True, torch.device("cuda", 1)
+
+        def get_device(self) -> int:
+            return 1
+
+    switched: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: switched.append(device) or contextlib.nullcontext())
+    for current, expected in ((1, []), (0, [torch.device("cuda", 1)])):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
+        switched.clear()
+        with on_device_of(OnDevice()):  # type: ignore[arg-type]
+            pass
+        assert switched == expected
+    with on_device_of(torch.zeros(1)):
+        pass

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What backend=flashmla is compared with, stage by stage: forward and backward alone, the step of one CSA layer, a small model's training.
 
-Called by benchmarks.flashmla_gate on a green gate; every stage takes the flashmla backends by their backward and returns plain numbers. Times are
-medians of device-event timings with a cold L2, random bfloat16 data.
+Called by benchmarks.flashmla_gate on a green gate. Every stage takes the flashmla backends by their backward and yields plain numbers, all that it has
+so far, whenever there are new ones. Times are medians of device-event timings with a cold L2, random bfloat16 data.
 """
 
 from __future__ import annotations
 
 import sysconfig
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ def attention_of(x: Inputs) -> tuple[Any, ...]:
     return x.q, x.window_kv, x.compressed_kv, x.selected, x.sink, x.layout, x.ratio, x.window, x.scale
 
 
-def forward_alone(flashmla: Mapping[str, Backend], steps: int, seconds: float) -> dict[str, Any]:
+def forward_alone(flashmla: Mapping[str, Backend], steps: int, seconds: float) -> Iterator[dict[str, Any]]:
     """Attention forward: FlashMLA's op alone, with its adaptation (ids, keys side by side), and ours."""
     from kernels.flashmla import adapt
 
@@ -57,10 +57,10 @@ def forward_alone(flashmla: Mapping[str, Backend], steps: int, seconds: float) -
         with torch.no_grad():
             difference = norm_error(functions["flashmla"]()[0], functions["triton"]()[0])
             results[f"T={tokens} H=64 D=512 K=512"] = measure(functions) | {"out_difference": difference}
-    return results
+        yield results
 
 
-def backward_alone(flashmla: Mapping[str, Backend], steps: int, seconds: float) -> dict[str, Any]:
+def backward_alone(flashmla: Mapping[str, Backend], steps: int, seconds: float) -> Iterator[dict[str, Any]]:
     """Attention backward on the same out and lse: ours, ours with the teacher, cuDNN's."""
     from kernels.flashmla.parts import triton_parts
     from kernels.triton_fused.attend_backward import attend_backward
@@ -83,10 +83,10 @@ def backward_alone(flashmla: Mapping[str, Backend], steps: int, seconds: float) 
             pairs = zip(("dq", "d_window_kv", "d_compressed_kv", "d_sink"), functions["cudnn"](), functions["triton"](), strict=True)
             record["difference"] = {name: norm_error(a, b) for name, a, b in pairs}
         results[f"T={tokens} H=64 D=512 K=512"] = record | measure(functions)
-    return results
+        yield results
 
 
-def layer_step(flashmla: Mapping[str, Backend], steps: int, seconds: float) -> dict[str, Any]:
+def layer_step(flashmla: Mapping[str, Backend], steps: int, seconds: float) -> Iterator[dict[str, Any]]:
     """Step of one CSA layer's core (selection, attention, teacher, KL, all gradients): ms, peak GiB above the inputs, mean KL."""
     results = {}
     for tokens, heads, dim in ((4_096, 64, 512), (16_384, 64, 512), (4_096, SMALL[1], SMALL[0])):
@@ -107,8 +107,8 @@ def layer_step(flashmla: Mapping[str, Backend], steps: int, seconds: float) -> d
             torch.cuda.synchronize()
             record["unfused"]["ms"] = 1e3 * (time.perf_counter() - began)
         results[f"T={tokens} H={heads} D={dim} K=512"] = record
+        yield results
         torch.cuda.empty_cache()
-    return results
 
 
 def _core_step(backend: Backend, x: Inputs) -> Callable[[], Any]:
@@ -126,15 +126,15 @@ def _core_step(backend: Backend, x: Inputs) -> Callable[[], Any]:
     return step
 
 
-def training(flashmla: Mapping[str, Backend], steps: int, seconds: float) -> dict[str, Any]:
+def training(flashmla: Mapping[str, Backend], steps: int, seconds: float) -> Iterator[dict[str, Any]]:
     """small_flash with packed documents of source text as bytes: seconds a step, peak GiB, KL and loss, from the same weights and batches."""
     backends = {f"flashmla, {name} backward": backend for name, backend in flashmla.items()}
     backends |= {"triton": get_backend("triton"), "unfused": get_backend("unfused")}
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = {"tokens_per_row": ROW, "documents_per_row": len(LENGTHS)}
     for name, backend in backends.items():
         results[name] = _train(backend, steps, seconds)
+        yield results
         torch.cuda.empty_cache()
-    return {"tokens_per_row": ROW, "documents_per_row": len(LENGTHS)} | results
 
 
 LENGTHS, ROW = (700, 0, 500, 330, 420, 90), 2_048  # the rest of a row is padding
@@ -217,7 +217,7 @@ def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return {**below, **both}
 
 
-STAGES: dict[str, Callable[[Mapping[str, Backend], int, float], dict[str, Any]]] = {
+STAGES: dict[str, Callable[[Mapping[str, Backend], int, float], Iterator[dict[str, Any]]]] = {
     "attention_forward": forward_alone,
     "attention_backward": backward_alone,
     "layer_step": layer_step,

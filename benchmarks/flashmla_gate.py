@@ -300,12 +300,13 @@ def main() -> int:
 
         for name, stage in STAGES.items():
             try:
-                result[name] = stage({b: backend_of(b) for b in backwards}, args.steps, args.seconds)
+                for result[name] in stage({b: backend_of(b) for b in backwards}, args.steps, args.seconds):
+                    _write(path, result)  # what is measured stays, whatever comes after it
                 print(json.dumps({name: result[name]}, indent=1), flush=True)
             except Exception as error:
                 traceback.print_exc()
-                result[name] = f"{type(error).__name__}: {str(error)[:300]}"
-            _write(path, result)
+                result[f"{name}_failed"] = f"{type(error).__name__}: {str(error)[:300]}"
+                _write(path, result)
     print(f"wrote {path}")
     return 0 if gate["passed"] else 1
 

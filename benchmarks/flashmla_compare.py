@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What backend=flashmla is compared with, stage by stage: forward and backward alone, the step of one CSA layer, a small model's training.
 
-Called by benchmarks.flashmla_gate on a green gate. Every stage takes the flashmla backends by their backward and yields plain numbers, all that it has
-so far, whenever there are new ones. Times are medians of device-event timings with a cold L2, random bfloat16 data.
+Called by benchmarks.flashmla_gate on a green gate. Every stage takes the flashmla backends by their backward and yields plain numbers, all that it
+has so far, whenever there are new ones. Times are medians of device-event timings with a cold L2, random bfloat16 data.
 """
 
 from __future__ import annotations

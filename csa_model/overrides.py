@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from csa_model.config import ConfigError, ExperimentConfig
 
 FREE_SECTIONS = ("hydra",)  # Hydra's own settings are checked by Hydra
+MAY_BE_DELETED = ("logger", "callbacks", "tokenizer", "experiment", "debug")  # what is left without them is less of the same run, not another one
 NEVER_INHERITED = ("run_dir", "ckpt_path", "init_from")  # arguments of one call, not of the run
 
 
@@ -84,6 +85,9 @@ def _check_override(override: Override, config_dir: Path) -> None:
     group = config_dir / key
     if group.is_dir() and key != "":
         options = sorted(f.stem for f in group.glob("*.yaml"))
+        if override.is_delete() and key not in MAY_BE_DELETED:
+            legal = ", ".join(options)
+            raise ConfigError(f"{override.input_line} would leave {key} to a default that nobody chose; write {key}=CHOICE, one of {legal}")
         for choice in _choices(override):
             if choice not in options and not (choice == "null" and key in ("tokenizer", "experiment", "debug")):
                 raise ConfigError(f"{key}={choice} is not legal{_hint(choice, options)}; legal values: {', '.join(options)}")

@@ -26,6 +26,7 @@ from tests.entry.helpers import CONFIGS
         ("trainer.max_steps=[", ["cannot read", "trainer.max_steps=["]),
         ("run_dir=a=b", ["cannot read", "Quote"]),
         ("~teachr", ["'teachr'"]),
+        ("~teacher", ["~teacher", "write teacher=CHOICE", "compressed_only, full_csa, none"]),
     ],
 )
 def test_typos_are_answered_with_the_legal_names(argument: str, fragments: list[str]) -> None:

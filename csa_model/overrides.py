@@ -86,8 +86,8 @@ def _check_override(override: Override, config_dir: Path) -> None:
     if group.is_dir() and key != "":
         options = sorted(f.stem for f in group.glob("*.yaml"))
         if override.is_delete() and key not in MAY_BE_DELETED:
-            legal = ", ".join(options)
-            raise ConfigError(f"{override.input_line} would leave {key} to a default that nobody chose; write {key}=CHOICE, one of {legal}")
+            choices = ", ".join(options)
+            raise ConfigError(f"{override.input_line} would leave {key} to a default that nobody chose; write {key}=CHOICE, one of {choices}")
         for choice in _choices(override):
             if choice not in options and not (choice == "null" and key in ("tokenizer", "experiment", "debug")):
                 raise ConfigError(f"{key}={choice} is not legal{_hint(choice, options)}; legal values: {', '.join(options)}")

@@ -269,7 +269,7 @@ def main() -> int:
     result: dict[str, Any] = provenance() | {
         "card": torch.cuda.get_device_name(),
         "triton": triton.__version__,
-        "gate": {"passed": gate.passed, "seconds": gate.seconds, "failed": [r for r in gate.records if r["failures"]]},
+        "gate": {"passed": gate.passed, "checks": len(gate.records), "seconds": gate.seconds, "failed": [r for r in gate.records if r["failures"]]},
         "peer": missing or "FlashMLA (sglang-kernel) + cuDNN frontend",
         "shapes": [],
     }

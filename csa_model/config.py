@@ -120,6 +120,13 @@ class StageConfig:
     train_only_indexer: bool = False
 
 
+STAGES = {  # what each name stands for, as in configs/stage
+    "dense": StageConfig("dense", "dense", "off", False),
+    "indexer_warmup": StageConfig("indexer_warmup", "dense", "dense", True),
+    "sparse": StageConfig("sparse", "sparse", "sparse", False),
+}
+
+
 @dataclass(frozen=True)
 class StagePlan:
     """One stage of a staged run; min_lr_ratio is the scheduler section's."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from csa_model.config import DEEPSEEK_V4_VOCAB, INDEXED_RATIO, ConfigError, DataConfig, ExperimentConfig, ModelConfig, TrainerConfig
+from csa_model.config import DEEPSEEK_V4_VOCAB, INDEXED_RATIO, STAGES, ConfigError, DataConfig, ExperimentConfig, ModelConfig, TrainerConfig
 
 MIN_TEXT_VOCAB = 257  # 256 bytes and the end of a document
 
@@ -166,6 +166,15 @@ def _check_backend(config: ExperimentConfig) -> None:
 
 def _check_training(config: ExperimentConfig) -> None:
     stage, steps, schedule = config.stage, config.trainer.max_steps, config.scheduler
+    named = STAGES.get(stage.name)
+    if named is None:
+        raise ConfigError(f"stage.name={stage.name} is not legal; legal values: {', '.join(STAGES)}. Choose one with stage=NAME")
+    if (stage.attention, stage.train_only_indexer) != (named.attention, named.train_only_indexer):
+        raise ConfigError(
+            f"stage.name={stage.name} stands for stage.attention={named.attention} with stage.train_only_indexer={named.train_only_indexer}, but the "
+            f"config has {stage.attention} with {stage.train_only_indexer}: reports would carry the wrong name. "
+            f"Choose the stage with stage=NAME, one of {', '.join(STAGES)}"
+        )
     if stage.train_only_indexer and config.teacher.name == "none":
         raise ConfigError(
             "stage.train_only_indexer=true with teacher=none would train nothing; take teacher=full_csa or teacher=compressed_only, or another stage"

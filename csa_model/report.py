@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import re
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from csa_model.resume import LAST
 from csa_model.run_dir import RunDirectory
 
 # summary.json: key -> metric of metrics.csv whose last value it holds
+OF_A_LEG = re.compile(r"(throughput|memory|train)/|indexer/kl(/layer\d+)?$")  # measured while training; the rest is measured again when a run ends
 METRICS = {
     "validation_loss": "val/loss",
     "bits_per_byte": "val/bits_per_byte",
@@ -79,6 +81,7 @@ def print_start(config: ExperimentConfig, run: RunDirectory, module: Any, data: 
             f"{config.data.tokens_per_batch:,} tokens x {config.trainer.accumulate_grad_batches}, documents up to {config.data.sequence_length}",
         ),
         ("run folder", str(run.path)),
+        *([("weights", f"from {config.init_from}")] if config.init_from is not None else []),
         *(("note", note) for note in notes),
     ]
     print_table("csa-lightning", rows)
@@ -95,9 +98,11 @@ def _grouped(described: Mapping[str, str]) -> str:
 class Summary:
     """Collects what summary.json holds, whether the run ends well or not."""
 
-    def __init__(self, config: ExperimentConfig, run: RunDirectory, data: Any, initial_weights_sha256: str, backend: str) -> None:
+    def __init__(
+        self, config: ExperimentConfig, run: RunDirectory, data: Any, initial_weights_sha256: str, backend: str, resumed_at: int | None = None
+    ) -> None:
         self.config, self.run, self.corpus = config, run, data.corpus
-        self.started = time.monotonic()
+        self.started, self.resumed_at = time.monotonic(), resumed_at or 0
         self.facts: dict[str, Any] = {
             "status": "running",
             "arm": config.teacher.name,
@@ -106,6 +111,7 @@ class Summary:
             "model": config.model.name,
             "seed": config.seed,
             "initial_weights_sha256": initial_weights_sha256,
+            "resumed_at": resumed_at,
             "corpus_sha256": self.corpus.sha256,
             "data_order": data.order,
             "unigram_loss": self.corpus.unigram_loss,
@@ -151,7 +157,10 @@ class Summary:
     def _write(self, trainer: L.Trainer) -> None:
         if not trainer.is_global_zero:
             return
-        values = last_values(read_curves(self.run.metrics_file))
+        curves = read_curves(self.run.metrics_file)
+        if trainer.global_step > self.resumed_at:  # what was logged before the run was resumed is no figure of its last leg
+            curves = {name: curve for name, curve in curves.items() if curve[0][-1] > self.resumed_at or not OF_A_LEG.match(name)}
+        values = last_values(curves)
         self.facts |= {"steps": trainer.global_step, "seconds": round(time.monotonic() - self.started, 1)}
         self.facts |= {key: values.get(metric) for key, metric in METRICS.items()}
         self.facts["metrics"] = {name: value for name, value in sorted(values.items()) if name.startswith(("val/", "indexer/", "attn/", "teacher/"))}
@@ -161,6 +170,8 @@ class Summary:
 def closing_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The table at the end of a run; a figure that was not measured reads n/a."""
     f = facts.get
+    resumed = f("resumed_at") or 0
+    done = (f("steps") or 0) - resumed
     memory = ("peak GPU memory", f("peak_memory_gib")) if f("peak_memory_gib") is not None else ("peak process memory", f("process_rss_gib"))
     return [
         ("validation loss", f"{number(f('validation_loss'))} nats per token (unigram model {number(f('unigram_loss'))})"),
@@ -170,5 +181,5 @@ def closing_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("captured mass", f"{number(f('indexer_mass_at_k'))} of the teacher lies on the selected entries"),
         ("throughput", f"{number(f('tokens_per_second'), 0)} tokens/s"),
         (memory[0], f"{number(memory[1], 2)} GiB"),
-        ("time", f"{f('steps')} steps in {number(f('seconds'), 0)} s"),
+        ("time", f"{done} step{'' if done == 1 else 's'} in {number(f('seconds'), 0)} s" + (f", {f('steps')} steps in all" if resumed else "")),
     ]

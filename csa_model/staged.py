@@ -17,18 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from csa_model import config_checks, launch, resume, staged_report
-from csa_model.config import ConfigError, ExperimentConfig, SchedulerConfig, StageConfig, StagedConfig, StagePlan
+from csa_model.config import STAGES, ConfigError, ExperimentConfig, SchedulerConfig, StagedConfig, StagePlan
 from csa_model.overrides import parse
 from csa_model.run_dir import RunDirectory, open_run, plain, write_json
 
 SET_BY_THE_PLAN = ("stage", "trainer.max_steps", "scheduler", "scheduler.name", "scheduler.warmup_steps", "scheduler.decay_steps")
 Train = Callable[[ExperimentConfig, list[str]], dict[str, object]]
 PLAN_FILE = "staged.json"  # marks the folder of a staged run: its status and its report
-STAGES = {  # as in configs/stage
-    "dense": StageConfig("dense", "dense", "off", False),
-    "indexer_warmup": StageConfig("indexer_warmup", "dense", "dense", True),
-    "sparse": StageConfig("sparse", "sparse", "sparse", False),
-}
 
 
 def run(config: ExperimentConfig, arguments: Sequence[str], train: Train, job_folder: Path | None = None) -> dict[str, object]:

@@ -90,6 +90,17 @@ def test_a_run_goes_on_in_place_from_another_directory_without_repeating_its_ove
     assert (out / "config.before_resume_1.yaml").exists()
 
 
+def test_the_summary_of_a_resumed_run_shows_no_figure_of_before(workplace: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run(*TINY, "run_dir=out")
+    assert isinstance(summary(workplace / "out")["indexer_kl"], float)
+    capfd.readouterr()
+    run("run_dir=out", "ckpt_path=last", "trainer.max_steps=3", "trainer.log_every_n_steps=1000")
+    facts = summary(workplace / "out")
+    assert (facts["resumed_at"], facts["steps"], facts["indexer_kl"]) == (2, 3, None)
+    assert isinstance(facts["validation_loss"], float)
+    assert "1 step in" in capfd.readouterr().out
+
+
 def test_resuming_with_another_teacher_is_refused_by_name_and_leaves_the_run_alone(workplace: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Field report 86: the mismatch is named, not ignored."""
     run(*TINY, "run_dir=out")

@@ -200,6 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "docs" / "measured.md")
     args = parser.parse_args()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(render())
     print(f"wrote {args.out}")
 

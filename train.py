@@ -41,6 +41,7 @@ def train(config: ExperimentConfig, arguments: list[str], job_folder: Path | Non
     module = CSALitModule(config)
     if config.init_from is not None:
         load_initial_weights(module.decoder, resume.resolve(config.init_from, None, key="init_from"))
+    changed += resume.backend_change(checkpoint, module.decoder.backend.name)
     initial_weights = report.weights_sha256(module.decoder)
     data = CSADataModule(config.data, **launch.data_arguments(config))
     data.prepare_data()

@@ -23,8 +23,8 @@ from csa_model.plots import last_values, plot_run, read_curves
 from csa_model.resume import LAST
 from csa_model.run_dir import RunDirectory
 
-# summary.json: key -> metric of metrics.csv whose last value it holds
 OF_A_LEG = re.compile(r"(throughput|memory|train)/|indexer/kl(/layer\d+)?$")  # measured while training; the rest is measured again when a run ends
+# summary.json: key -> metric of metrics.csv whose last value it holds
 METRICS = {
     "validation_loss": "val/loss",
     "bits_per_byte": "val/bits_per_byte",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,6 +59,15 @@ def prepare(config: ExperimentConfig) -> tuple[Path | None, int | None, list[str
     if step >= config.trainer.max_steps:
         raise ConfigError(f"{path} is at step {step} already and trainer.max_steps={config.trainer.max_steps}: raise trainer.max_steps to go on")
     return path, step, changed
+
+
+def backend_change(checkpoint: Path | None, backend: str) -> list[str]:
+    """What to tell where `backend=auto` takes another backend than the run had before, on another machine say; [] otherwise."""
+    run = find_run(checkpoint) if checkpoint is not None else None
+    if run is None or not run.summary_file.is_file():
+        return []
+    before = json.loads(run.summary_file.read_text()).get("backend")
+    return [] if before in (None, backend) else [f"backend: {before} before, auto takes {backend} here"]
 
 
 def overrides_of_run(given: Sequence[Override]) -> list[str]:

@@ -196,6 +196,9 @@ def _differences(reference: Run, others: Iterable[Run], same_seed: bool) -> list
         if same_seed:
             for key, what in (("corpus_sha256", "corpus"), ("initial_weights_sha256", "initial weights"), ("data_order", "data order")):
                 found += _unequal(what, reference.summary[key], run.summary[key])
+        if run.summary.get("backend") != reference.summary.get("backend") and run.config.get("backend.name") == reference.config.get("backend.name"):
+            # both say `auto`, which chose differently on two machines
+            found += _unequal("backend", reference.summary.get("backend"), run.summary.get("backend"))
         for key in sorted(reference.config.keys() | run.config.keys()):
             free = any(key == name or key.startswith(name + ".") for name in FREE_KEYS)
             free |= not same_seed and key in SEED_KEYS

@@ -86,7 +86,7 @@ def attend_backward_rows(
     operands = (grad_out, q, window_kv, compressed_kv, selected, z_log2, delta, bounds, plan, scale, emit)
     if use_hopper(q) and not deterministic:
         dq, dkv, teacher = hopper.backward(*operands)
-    elif use_dense(q, compressed_kv, selected) and not deterministic:
+    elif use_dense(q, selected) and not deterministic:
         dq, dkv, teacher = dense.dense_backward(*operands)
     else:
         dq, dkv, teacher = portable_backward(*operands, deterministic)

@@ -24,7 +24,7 @@ def implementation(q: Tensor) -> str:
     return "Gluon warp-specialised kernels for SM90" if reason is None else f"portable Triton kernels ({reason})"
 
 
-def use_dense(q: Tensor, compressed_kv: Tensor | None, selected: Tensor | None) -> bool:
+def use_dense(q: Tensor, selected: Tensor | None) -> bool:
     """Whether the form that shares keys between rows is the faster one: never under a selection."""
     return selected is None and dense.prefers_dense(q.shape[1], q.shape[2], q.dtype)
 
@@ -65,7 +65,7 @@ def attend_forward_rows(
     plan = plan_rows(selected, bounds, 0 if compressed_kv is None else compressed_kv.shape[0])
     if use_hopper(q):
         return hopper.forward(q, window_kv, compressed_kv, selected, sink, bounds, plan, scale)
-    if use_dense(q, compressed_kv, selected):
+    if use_dense(q, selected):
         return dense.dense_forward(q, window_kv, compressed_kv, sink, bounds, plan, scale)
     return portable_forward(q, window_kv, compressed_kv, selected, sink, bounds, plan, scale)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from csa_model.config import ConfigError
-from csa_model.resume import compare, read_config, resolve
+from csa_model.resume import backend_change, compare, read_config, resolve
 from csa_model.run_dir import plain
 from tests.entry.helpers import load
 
@@ -86,3 +86,14 @@ def test_settings_that_an_old_checkpoint_does_not_know_are_no_difference(run: Pa
     stored = dict(plain(load()))
     stored["teacher"] = {"name": "full_csa", "gone": 1}
     assert compare(run, stored, dataclasses.replace(load())) == []
+
+
+def test_a_run_that_auto_puts_on_another_backend_says_so(run: Path) -> None:
+    """Field report 86: a GPU run under backend=auto that goes on on a CPU changes its kernels."""
+    checkpoint = run / "checkpoints" / "last.ckpt"
+    (run / "config.yaml").write_text("")
+    (run / "summary.json").write_text('{"backend": "triton"}')
+    assert backend_change(checkpoint, "triton") == []
+    assert backend_change(checkpoint, "unfused") == ["backend: triton before, auto takes unfused here"]
+    (run / "summary.json").unlink()
+    assert backend_change(checkpoint, "unfused") == backend_change(None, "unfused") == []

@@ -45,6 +45,7 @@ def make_run(
         "initial_weights_sha256": f"weights{seed}",
         "data_order": {"seed": seed},
         "arm": arm,
+        "backend": "unfused",
         "seed": seed,
     } | dict(summary or {})
     (path / "summary.json").write_text(json.dumps({key: value for key, value in facts.items() if value is not None}))

@@ -84,6 +84,7 @@ def test_a_noisy_difference_is_reported_as_none_seen(tmp_path: Path) -> None:
     ("change", "named"),
     [
         ({"summary": {"corpus_sha256": "other"}}, "corpus"),
+        ({"summary": {"backend": "triton"}}, "backend (triton and unfused)"),
         ({"summary": {"initial_weights_sha256": "other"}}, "initial weights"),
         ({"summary": {"data_order": {"seed": 1, "corpus_sha256": "x" * 60, "tokens_per_batch": 64}}}, "data order tokens_per_batch (64 and None)"),
         ({"config": {"optimizer": {"lr": 2e-3}}}, "optimizer.lr (0.002 and 0.001)"),

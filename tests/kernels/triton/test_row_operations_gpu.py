@@ -88,13 +88,15 @@ def test_a_sublayer_is_as_close_to_float64_as_with_the_plain_operations(tokens: 
         x, put_back = module.around(leaves[0])
         new = put_back(x * leaves[1])
         hidden = head(new)
-        return [x, new, hidden, *torch.autograd.grad([x, new, hidden], leaves, [d_x, d_new, d_x])]
+        gradients = torch.autograd.grad([x, new, hidden], leaves, [d_x, d_new, d_x])
+        return [t.detach() for t in (x, new, hidden, *gradients)]
 
     exact, fused, plain = run(None, torch.float64), run(TritonRowOperations(), dtype), run(None, dtype)
     again = run(TritonRowOperations(), dtype)
     for i, reference in enumerate(exact):
         errors = [float((values[i].double() - reference).norm() / reference.norm()) for values in (fused, plain)]
-        # both are noise of bf16; of a handful of numbers, the gradients of scale and base, the ratio of two such draws says little
-        factor = 1.5 if reference.numel() > 32 else 4
-        assert errors[0] <= factor * errors[1] + 5e-6, (i, errors)
+        # Both are noise of the dtype. Of a handful of numbers, the gradients of scale and base, the ratio of two such draws says little: the plain
+        # operations may happen to round nearly nothing there. What one rounding of the dtype brings is legitimate whatever they got.
+        bound = 1.5 * errors[1] if reference.numel() > 32 else max(4 * errors[1], torch.finfo(dtype).eps)
+        assert errors[0] <= bound + 5e-6, (i, errors)
         assert torch.equal(fused[i], again[i]), i

@@ -7,11 +7,8 @@ has so far, whenever there are new ones. Times are medians of device-event timin
 
 from __future__ import annotations
 
-import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +16,10 @@ import torch
 from benchmarks.csa_core import measure, peak_gib
 from benchmarks.csa_gate_cases import Inputs, random_inputs
 from benchmarks.csa_gate_checks import norm_error
+from benchmarks.flashmla_training import training
 from kernels import Backend, get_backend
 
-BF16, DEVICE = torch.bfloat16, "cuda"
+BF16 = torch.bfloat16
 TOKENS = (4_096, 16_384)
 SMALL = (64, 16)  # head dim, heads of a shape that FlashMLA runs padded
 
@@ -124,97 +122,6 @@ def _core_step(backend: Backend, x: Inputs) -> Callable[[], Any]:
         return stats.kl_sum / rows
 
     return step
-
-
-def training(flashmla: Mapping[str, Backend], steps: int, seconds: float) -> Iterator[dict[str, Any]]:
-    """small_flash with packed documents of source text as bytes: seconds a step, peak GiB, KL and loss, from the same weights and batches."""
-    backends = {f"flashmla, {name} backward": backend for name, backend in flashmla.items()}
-    backends |= {"triton": get_backend("triton"), "unfused": get_backend("unfused")}
-    results: dict[str, Any] = {"tokens_per_row": ROW, "documents_per_row": len(LENGTHS)}
-    for name, backend in backends.items():
-        results[name] = _train(backend, steps, seconds)
-        yield results
-        torch.cuda.empty_cache()
-
-
-LENGTHS, ROW = (700, 0, 500, 330, 420, 90), 2_048  # the rest of a row is padding
-
-
-def _train(backend: Backend, steps: int, seconds: float) -> dict[str, Any]:
-    from csa_model.attention import AttentionMode
-    from csa_model.config import OptimizerConfig
-    from csa_model.data.packing import pack
-    from csa_model.decoder import Decoder
-    from csa_model.losses import total_loss
-    from csa_model.optimizers import build_optimizer
-
-    config = small_flash_experiment()
-    torch.manual_seed(1)
-    mode = AttentionMode("sparse", "sparse", "full_csa")
-    decoder = Decoder(config.model, backend, device_type=DEVICE, dtype=BF16, mode=mode).to(DEVICE)
-    optimizer = build_optimizer(decoder, OptimizerConfig(lr=1e-3))
-    text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:120])
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).numpy()
-    losses, kls, times = [], [], []
-    torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
-    for step in range(steps):
-        start = step * sum(LENGTHS) % (len(data) - sum(LENGTHS) - 2)
-        pieces, position = [], start
-        for length in LENGTHS:
-            pieces.append(data[position : position + length].astype("int64"))
-            position += length
-        batch = pack(pieces, ROW, {r for r in config.model.compress_ratios if r > 0}).to(DEVICE)
-        torch.cuda.synchronize()
-        at = time.perf_counter()
-        with torch.autocast(DEVICE, BF16):
-            output = decoder(batch.tokens, batch.layout, mode, batch.targets)
-            terms = total_loss(output, batch, decoder, config)
-        terms.total.backward()
-        torch.nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - at)
-        means = terms.means(batch.step, config)
-        losses.append(means["train/lm_loss"].item())
-        kls.append(means["indexer/kl"].item())
-        if time.perf_counter() - began > seconds:
-            break
-    tail = slice(max(0, len(losses) - 20), None)
-    warm = sorted(times[min(10, len(times) // 2) :])
-    return {
-        "steps": len(losses),
-        "median_step_ms": 1e3 * warm[len(warm) // 2],
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-        "loss_last_20": sum(losses[tail]) / len(losses[tail]),
-        "kl_last_20": sum(kls[tail]) / len(kls[tail]),
-        "loss_every_20": losses[::20],
-    }
-
-
-def small_flash_experiment() -> Any:
-    """ExperimentConfig of model=small_flash, read from the files as Hydra would."""
-    import yaml
-
-    from csa_model.config import from_mapping
-
-    folder = Path(__file__).parent.parent / "configs" / "model"
-
-    def merged(name: str) -> dict[str, Any]:
-        own = yaml.safe_load((folder / f"{name}.yaml").read_text())
-        result: dict[str, Any] = {}
-        for part in own.pop("defaults", ["_self_"]):
-            result = _over(result, own if part == "_self_" else merged(part))
-        return result
-
-    config = from_mapping({"model": merged("small_flash")})
-    return replace(config, teacher=replace(config.teacher, name="full_csa"))
-
-
-def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    both = {key: _over(below[key], value) if isinstance(value, dict) and isinstance(below.get(key), dict) else value for key, value in above.items()}
-    return {**below, **both}
 
 
 STAGES: dict[str, Callable[[Mapping[str, Backend], int, float], Iterator[dict[str, Any]]]] = {

@@ -274,7 +274,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1))
     parser.add_argument("--no-compare", action="store_true", help="the gate alone")
     parser.add_argument("--steps", type=int, default=200, help="training steps of the comparison")
-    parser.add_argument("--seconds", type=float, default=60.0, help="longest training of one backend in the comparison")
+    parser.add_argument("--seconds", type=float, default=90.0, help="longest training of one backend in the comparison, without its first step")
     parser.add_argument("--out", type=Path, help="result file (default: benchmarks/results/flashmla_<card>.json)")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -321,8 +321,11 @@ def _worst(records: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _write(path: Path, result: dict[str, Any]) -> None:
+    """In one piece: whoever stops the process finds the last record, never half of one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(result, indent=1) + "\n")
+    part.replace(path)
 
 
 if __name__ == "__main__":

@@ -145,20 +145,29 @@ def flashmla(result: dict[str, Any]) -> list[str]:
         for shape, backends in result["layer_step"].items():
             rows += [[shape, name, ms(v.get("ms")), f"{v['peak_gib']:.2f}", f"{v['kl_mean']:.4f}"] for name, v in backends.items()]
         lines += ["Step of one layer's core:", "", *grid(["shape", "backend", "ms", "GiB", "mean KL"], rows), ""]
-    if isinstance(result.get("training"), dict):
-        training = result["training"]
-        rows = [
-            [name, str(v["steps"]), ms(v["median_step_ms"]), f"{v['peak_gib']:.2f}", f"{v['loss_last_20']:.4f}", f"{v['kl_last_20']:.5f}"]
-            for name, v in training.items()
-            if isinstance(v, dict)
-        ]
-        lines += [
-            f"Training of model=small_flash from the same weights on the same batches, {training['documents_per_row']} documents in a row of "
-            f"{training['tokens_per_row']:,} tokens; loss and KL are means of the last 20 steps, so compare backends with equal steps:",
-            "",
-            *grid(["backend", "steps", "ms a step", "GiB", "loss", "KL"], rows),
-        ]
-    return lines
+    training = result.get("training", {})
+    return lines + (flashmla_training(training) if "common_steps" in training else [])
+
+
+def flashmla_training(training: dict[str, Any]) -> list[str]:
+    """Speed of a small model's training, and its loss and KL over the steps that every backend reached."""
+    common, averaged = training["common_steps"], training["averaged_steps"]
+    rows, notes = [], []
+    for name, v in training["backends"].items():
+        means = training["common"][name]
+        rows.append(
+            [name, str(v["steps"]), ms(v["median_step_ms"]), f"{v['peak_gib']:.2f}", f"{means['loss']:.4f}", f"{means['kl']:.5f}"]
+            + [f"{v['first_step_s']:.1f}"]
+        )
+        notes += [f"{name}: {v['cut_short']}."] if "cut_short" in v else []
+    return [
+        f"Training of model=small_flash from the same weights on the same batches, {training['documents_per_row']} documents in a row of "
+        f"{training['tokens_per_row']:,} tokens. Loss and KL: means of steps {common - averaged + 1} to {common}, the last {averaged} of the {common} "
+        "steps that every backend did. The first step compiles kernels (whichever backend comes first compiles what all use) and counts in no median:",
+        "",
+        *grid(["backend", "steps", "ms a step", "GiB", "loss", "KL", "first step, s"], rows),
+        *(["", *notes] if notes else []),
+    ]
 
 
 def loss_curves(result: dict[str, Any]) -> list[str]:

@@ -13,6 +13,7 @@ from benchmarks import RESULTS
 
 CARD = "nvidia_h200"
 PEER, OURS = "FlashMLA + cuDNN", "triton full_csa"
+CURVES = {"train/lm_loss": "LM loss", "indexer/kl": "indexer KL", "val/loss": "validation loss"}
 TRAINING_PATHS = ("triton", "dense", "unfused")
 PIECES = {  # row -> (ours, the peer's parts that do the same)
     "index scores + top-k": ("ours/scores + top-k", ("peer/scores", "peer/top-k")),
@@ -155,23 +156,58 @@ def flashmla_training(training: dict[str, Any]) -> list[str]:
     rows, notes = [], []
     for name, v in training["backends"].items():
         means = training["common"][name]
-        rows.append(
-            [name, str(v["steps"]), ms(v["median_step_ms"]), f"{v['peak_gib']:.2f}", f"{means['loss']:.4f}", f"{means['kl']:.5f}"]
-            + [f"{v['first_step_s']:.1f}"]
-        )
+        numbers = [f"{v['peak_gib']:.2f}", f"{means['loss']:.4f}", f"{means['kl']:.5f}", f"{v['first_step_s']:.1f}"]
+        rows.append([name, str(v["steps"]), ms(v["median_step_ms"]), *numbers])
         notes += [f"{name}: {v['cut_short']}."] if "cut_short" in v else []
     return [
         f"Training of model=small_flash from the same weights on the same batches, {training['documents_per_row']} documents in a row of "
-        f"{training['tokens_per_row']:,} tokens. Loss and KL: means of steps {common - averaged + 1} to {common}, the last {averaged} of the {common} "
-        "steps that every backend did. The first step compiles kernels (whichever backend comes first compiles what all use) and counts in no median:",
+        f"{training['tokens_per_row']:,} tokens.",
+        f"Loss and KL: means of steps {common - averaged + 1} to {common}, the last {averaged} of the {common} steps that every backend did.",
+        "The first step compiles kernels, for the first backend also those that others share; it counts in no median.",
         "",
         *grid(["backend", "steps", "ms a step", "GiB", "loss", "KL", "first step, s"], rows),
         *(["", *notes] if notes else []),
     ]
 
 
-def loss_curves(result: dict[str, Any]) -> list[str]:
-    """Distances of the loss curves."""
+def loss_curves(results: list[dict[str, Any]]) -> list[str]:
+    """Distances of the loss curves and their differences with the sign, per model."""
+    lines = ["## The course of training", ""]
+    lines += [
+        "Does a backend train as unfused does? A seed sets the weights and the order of the data; runs of one seed see the same batches.",
+        "Distance: mean absolute difference over the logged steps, averaged over the seeds, beside that of unfused runs of different seeds.",
+        "Bias: mean relative difference to unfused of the same seed with its sign, ± the standard error over the seeds.",
+    ]
+    for result in results:
+        between, apart, signed = (result[key] for key in ("distance_between_seeds", "distance_to_unfused", "signed_difference"))
+        rows = [["unfused, another seed", *(few_digits(between[m]["mean"]) for m in CURVES)]]
+        rows += [[f"{backend}, the same seed", *(few_digits(own[m]["mean"]) for m in CURVES)] for backend, own in apart.items()]
+        biases = [
+            [backend, *(biased(parts[m][part]) for m in ("train/lm_loss", "indexer/kl") for part in ("all", "second_half"))]
+            for backend, parts in signed.items()
+        ]
+        lines += [
+            *("", f"### model={result['model']}", "", origin(result), ""),
+            f"{result['steps']} steps on the interpreter's sources, seeds 1 to {result['seeds']}.",
+            *([f"Runs that failed: {', '.join(result['failed'])}."] if result["failed"] else []),
+            *("", *grid(["distance", *CURVES.values()], rows), ""),
+            *grid(["bias", "LM loss", "LM loss, second half", "indexer KL", "indexer KL, second half"], biases),
+            *("", f"![Loss curves of {result['model']}](../benchmarks/results/loss_curves_{result['model']}_{CARD}.png)"),
+        ]
+    return lines
+
+
+def few_digits(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2g}"
+
+
+def biased(value: dict[str, Any]) -> str:
+    error = "" if value["standard_error"] is None else f" ± {value['standard_error']:.2%}"
+    return "-" if value["mean"] is None else f"{value['mean']:+.2%}{error}"
+
+
+def one_seed_curves(result: dict[str, Any]) -> list[str]:
+    """Loss curves of one seed, as they were recorded before there were several; shown until there is a newer record."""
     lines = ["## The course of training", "", origin(result), ""]
     lines += [f"model=small, {result['steps']} steps on the interpreter's sources; mean absolute distance to unfused with seed 1.", ""]
     lines += ["A seed changes the weights and the order of the data; both runs of seed 1 see the same batches.", ""]
@@ -189,7 +225,11 @@ def loss_curves(result: dict[str, Any]) -> list[str]:
     ]
 
 
-SECTIONS = {"csa_core": core, "train_step_small": training_step, "flashmla": flashmla, "loss_curves": loss_curves}
+SECTIONS = {"csa_core": core, "train_step_small": training_step, "flashmla": flashmla}
+
+
+def curve_files() -> list[Path]:
+    return sorted(RESULTS.glob(f"loss_curves_*_{CARD}.json"))
 
 
 def render() -> str:
@@ -202,6 +242,10 @@ def render() -> str:
     for name, section in SECTIONS.items():
         if (RESULTS / f"{name}_{CARD}.json").exists():
             lines += ["", *section(read(name))]
+    if curve_files():
+        lines += ["", *loss_curves([json.loads(path.read_text()) for path in curve_files()])]
+    elif (RESULTS / f"loss_curves_{CARD}.json").exists():
+        lines += ["", *one_seed_curves(read("loss_curves"))]
     return "\n".join(lines).rstrip() + "\n"
 
 

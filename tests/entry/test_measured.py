@@ -3,7 +3,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import pytest
+
 from benchmarks import tables
+from benchmarks.loss_curves import summary
 from benchmarks.tables import SECTIONS, read, render
 from tests.entry.helpers import CONFIGS
 
@@ -28,3 +34,21 @@ def test_losses_of_training_are_shown_only_over_the_steps_that_every_backend_did
     assert "means of steps 2 to 3, the last 2 of the 3 steps" in page
     assert "| triton | 3 | 12.5 | 1.00 | 8.0000 | 0.25000 | 20.0 |" in page
     assert "unfused: too slow." in page
+
+
+def test_loss_curves_of_several_models_stand_in_one_section(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert "course of training" not in render()
+    offsets = {("unfused", 1): 0.0, ("unfused", 2): 0.5, ("triton", 1): 0.1, ("triton", 2): 0.35}
+    runs = {key: {metric: {5: 1.0 + value} for metric in tables.CURVES} for key, value in offsets.items()}
+    for model in ("small", "nano"):
+        record = {"card": "Card", "torch": "2", "git_sha": "abc", "model": model, "steps": 5, "seeds": 2, "failed": ["triton seed 3"]}
+        (tmp_path / f"loss_curves_{model}_{tables.CARD}.json").write_text(json.dumps(record | summary(runs, 5)))
+    page = render()
+    assert page.count("## The course of training") == 1
+    assert page.index("### model=nano") < page.index("### model=small\n")
+    assert "| unfused, another seed | 0.5 | 0.5 | 0.5 |" in page
+    assert "| triton, the same seed | 0.12 | 0.12 | 0.12 |" in page
+    assert "| triton | +0.00% ± 10.00% | +0.00% ± 10.00% | +0.00% ± 10.00% | +0.00% ± 10.00% |" in page
+    assert "Runs that failed: triton seed 3." in page
+    assert "results/loss_curves_nano_nvidia_h200.png)" in page

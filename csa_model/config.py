@@ -208,6 +208,7 @@ class TrainerConfig:
     num_nodes: int = 1
     strategy: str = "auto"
     precision: Literal["32-true", "bf16-mixed"] = "32-true"
+    cuda_graph: Literal["auto", "always", "never"] = "auto"  # forward and backward launched as one; auto: where it can be
     accumulate_grad_batches: int = 1
     val_every_steps: int = 50  # optimizer steps, whatever accumulate_grad_batches is
     log_every_n_steps: int = 10

@@ -15,16 +15,17 @@ from torch.optim import Optimizer
 
 from csa_model.backend_choice import choose_backend, compute_dtype, device_type
 from csa_model.config import ConfigError, ExperimentConfig, from_mapping
-from csa_model.data.batch import PackedBatch
+from csa_model.data.batch import Divisors, PackedBatch
 from csa_model.decoder import AttentionMode, Decoder, DecoderOutput
 from csa_model.gradients import FiniteGuard, clip_to_norm, gradient_norms
 from csa_model.hyper_connections import HyperHead
 from csa_model.layers import RMSNorm
 from csa_model.losses import LossTerms, cross_entropy_sum, total_loss
-from csa_model.moe import SwiGLU, update_router_biases
+from csa_model.moe import RouterRecord, SwiGLU, update_router_biases
 from csa_model.optimizers import build_optimizer
 from csa_model.run_dir import plain
 from csa_model.schedulers import build_scheduler
+from csa_model.training_graph import TrainingGraph, choose_graph, copied
 from kernels import Backend
 
 
@@ -50,7 +51,11 @@ class CSALitModule(L.LightningModule):
         self._trunk = [(name, p) for name, p in trained if id(p) not in indexer]
         self._indexers = [(name, p) for name, p in trained if id(p) in indexer]
         self._guards = {name: FiniteGuard() for name in ("train/grad_norm", "indexer/grad_norm")}
+        on_graph, self.graph_choice = choose_graph(self.config, backend, device_type(self.config))
+        longest = self.config.data.sequence_length
+        self.graph = TrainingGraph(self._losses, [p for _, p in trained], longest) if on_graph else None
         self._micro_batches: list[tuple[LossTerms, PackedBatch]] = []
+        self._gradients: list[Tensor | None] = []
         self._router_counts: dict[int, tuple[Any, Tensor]] = {}
         self._norms: dict[str, Tensor] = {}
         self._finished: list[tuple[LossTerms, PackedBatch]] = []
@@ -68,15 +73,35 @@ class CSALitModule(L.LightningModule):
         return output
 
     def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
-        output = self.run_decoder(batch)
-        # Lightning divides the loss by the micro-batches of a step and DDP averages over ranks; the divisors are those of the whole step already.
-        scale = self.trainer.accumulate_grad_batches * self.trainer.world_size
-        terms = total_loss(output, batch, self.decoder, self.config, scale=float(scale))
+        if self.graph is None:
+            terms, router = self._losses(batch, batch.step.divisors())
+        else:
+            step = self.graph.run(batch)
+            # with more micro-batches to the step, the next one would overwrite them
+            last = step if self.trainer.accumulate_grad_batches == 1 else copied(step)
+            terms, router, self._gradients = last.terms, last.router, last.gradients
         self._micro_batches.append((terms, batch))
-        for record in output.router:
+        for record in router:
             gate, counts = self._router_counts.get(record.layer, (record.module, torch.zeros_like(record.counts)))
             self._router_counts[record.layer] = (gate, counts + record.counts)
         return terms.total
+
+    def _losses(self, batch: PackedBatch, divisors: Divisors) -> tuple[LossTerms, list[RouterRecord]]:
+        """Losses of one micro-batch, and the loads of its routers."""
+        output = self.run_decoder(batch)
+        # Lightning divides the loss by the micro-batches of a step and DDP averages over ranks; the divisors are those of the whole step already.
+        scale = 1 if self.graph is not None else self.trainer.accumulate_grad_batches * self.trainer.world_size
+        return total_loss(output, batch, self.decoder, self.config, scale=float(scale), divisors=divisors), output.router
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Lightning's hook; `loss` has been through a graph with its backward, where there is one, and the gradients are only handed on."""
+        if self.graph is None:
+            super().backward(loss, *args, **kwargs)
+            return
+        gradients, self._gradients = self._gradients, []
+        for p, gradient in zip(self.graph.parameters, gradients, strict=True):
+            if gradient is not None:
+                p.grad = gradient if p.grad is None else p.grad + gradient
 
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None

@@ -2,8 +2,7 @@
 """The losses of one packed row, as sums divided by the counts of the whole optimizer step.
 
 A mean per micro-batch would weight a token by how few neighbours it has. Here every sum is divided by the number of contributions over every
-micro-batch and every rank, so that accumulation and data parallelism give exactly the loss of one large batch. An empty count divides by 1: the sum
-is 0 then.
+micro-batch and every rank, so that accumulation and data parallelism give exactly the loss of one large batch.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from csa_model.config import ExperimentConfig
-from csa_model.data.batch import IGNORED, PackedBatch, StepCounts
+from csa_model.data.batch import IGNORED, Divisors, PackedBatch, StepCounts
 
 if TYPE_CHECKING:
     from csa_model.decoder import Decoder, DecoderOutput
@@ -43,21 +42,22 @@ class LossTerms:
         train/loss is the sum that is minimised; the other terms stand unweighted (nats per token, nats per query row, balance per document). Read it
         after the backward pass.
         """
-        values = {"train/lm_loss": self.lm_sum / max(1, step.tokens)}
+        divisors = step.divisors()
+        values = {"train/lm_loss": self.lm_sum / divisors.tokens}
         total = torch.zeros_like(self.lm_sum) if config.stage.train_only_indexer else values["train/lm_loss"].clone()
         if self.mtp_sum is not None:
-            values["train/mtp_loss"] = self.mtp_sum / max(1, step.mtp_tokens)
+            values["train/mtp_loss"] = self.mtp_sum / divisors.mtp_tokens
             if not config.stage.train_only_indexer:
                 total += config.model.mtp.coefficient * values["train/mtp_loss"]
         if self.indexer:
             for layer, stats in self.indexer.items():
-                values[f"indexer/kl/layer{layer}"] = stats.kl_sum / max(1, step.query_rows[self.ratios[layer]])
+                values[f"indexer/kl/layer{layer}"] = stats.kl_sum / divisors.query_rows[self.ratios[layer]]
             per_layer = torch.stack([values[f"indexer/kl/layer{layer}"] for layer in self.indexer])
             values["indexer/kl"] = per_layer.mean()
             values["train/indexer_loss"] = per_layer.sum()
             total = total + config.teacher.coefficient * values["train/indexer_loss"]
         if self.balance_sum is not None:
-            values["train/balance_loss"] = self.balance_sum / max(1, step.documents)
+            values["train/balance_loss"] = self.balance_sum / divisors.documents
             if not config.stage.train_only_indexer:
                 total = total + config.model.moe.balance_coefficient * values["train/balance_loss"]
         values["train/loss"] = total
@@ -80,18 +80,21 @@ def cross_entropy_sum(decoder: Decoder, hidden: Tensor, targets: Tensor, logit_e
         return chunk_sum(hidden, targets)
     total = hidden.new_zeros((), dtype=torch.float32)
     for h, t in zip(hidden.split(rows), targets.split(rows), strict=True):
-        total = total + (checkpoint(chunk_sum, h, t, use_reentrant=False) if torch.is_grad_enabled() else chunk_sum(h, t))
+        total = total + (checkpoint(chunk_sum, h, t, use_reentrant=False, preserve_rng_state=False) if torch.is_grad_enabled() else chunk_sum(h, t))
     return total
 
 
-def total_loss(output: DecoderOutput, batch: PackedBatch, decoder: Decoder, config: ExperimentConfig, scale: float = 1.0) -> LossTerms:
+def total_loss(
+    output: DecoderOutput, batch: PackedBatch, decoder: Decoder, config: ExperimentConfig, scale: float = 1.0, divisors: Divisors | None = None
+) -> LossTerms:
     """All losses of one row.
 
     total = LM + mtp.coefficient * MTP + teacher.coefficient * (KL summed over layers) + balance_coefficient * (balance summed over layers), times
     `scale`: the factor by which accumulation and the mean over ranks will divide the gradient. A stage that trains only the indexers differentiates
-    the KL alone.
+    the KL alone. `divisors` default to those of `batch.step`.
     """
-    step, alone = batch.step, config.stage.train_only_indexer
+    alone = config.stage.train_only_indexer
+    divisors = divisors or batch.step.divisors()
     with torch.set_grad_enabled(torch.is_grad_enabled() and not alone):
         lm_sum = cross_entropy_sum(decoder, output.hidden, batch.targets)
         mtp_sum = cross_entropy_sum(decoder, output.mtp_hidden, batch.mtp_targets) if output.mtp_hidden is not None else None
@@ -100,13 +103,13 @@ def total_loss(output: DecoderOutput, batch: PackedBatch, decoder: Decoder, conf
 
     total = output.hidden.new_zeros((), dtype=torch.float32)
     if not alone:
-        total = total + lm_sum / max(1, step.tokens)
+        total = total + lm_sum / divisors.tokens
         if mtp_sum is not None:
-            total = total + config.model.mtp.coefficient * mtp_sum / max(1, step.mtp_tokens)
+            total = total + config.model.mtp.coefficient * mtp_sum / divisors.mtp_tokens
         if balance_sum is not None:
-            total = total + config.model.moe.balance_coefficient * balance_sum / max(1, step.documents)
+            total = total + config.model.moe.balance_coefficient * balance_sum / divisors.documents
     for record in output.indexer:
-        total = total + config.teacher.coefficient * record.kl_sum / max(1, step.query_rows[record.ratio])
+        total = total + config.teacher.coefficient * record.kl_sum / divisors.query_rows[record.ratio]
     return LossTerms(
         lm_sum=lm_sum.detach(),
         mtp_sum=None if mtp_sum is None else mtp_sum.detach(),

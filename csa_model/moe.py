@@ -167,8 +167,13 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def grouped_gemm_applies(x: Tensor, weight: Tensor) -> bool:
+    """Whether `grouped_linear` takes torch's grouped GEMM for rows `x` of its dtype and weight [E, out, in]."""
+    return grouped_gemm_takes(x.device.type, x.dtype, weight.shape[1], weight.shape[2])
+
+
+def grouped_gemm_takes(device_type: str, dtype: torch.dtype, rows: int, columns: int) -> bool:
     """torch's grouped GEMM wants CUDA, bf16 and rows of a multiple of 16 bytes."""
-    return x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm") and weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
+    return device_type == "cuda" and dtype == torch.bfloat16 and hasattr(F, "grouped_mm") and rows % 8 == 0 and columns % 8 == 0
 
 
 class _Order:

@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 
+from csa_model.backend_choice import device_type
 from csa_model.config import INDEXED_RATIO, ExperimentConfig
 from csa_model.console import Interrupted, number, print_table
 from csa_model.plots import last_values, plot_run, read_curves
@@ -74,6 +75,7 @@ def print_start(config: ExperimentConfig, run: RunDirectory, module: Any, data: 
         ("selection", f"top {'all' if model.index_topk is None else model.index_topk} compressed entries, window {model.sliding_window}"),
         ("backend", f"{module.decoder.backend.name}: {_grouped(module.decoder.backend.describe())}"),
         *([("backend=auto", f"chose {module.decoder.backend.name}: {module.backend_reason}")] if module.backend_reason else []),
+        *([("CUDA graph", module.graph_choice)] if device_type(config) == "cuda" else []),
         ("teacher", f"{config.teacher.name} x {config.teacher.coefficient:g}, stage {config.stage.name}"),
         ("data", f"{corpus.name}, {corpus.documents:,} documents, {corpus.tokens:,} tokens, sha256 {corpus.sha256[:12]}"),
         (

@@ -19,7 +19,7 @@ class CompressedWindows:
     """The windows of `ratio` tokens behind the C compressed entries of the row, in the order of `layout.compressed_cu_seqlens(ratio)`.
 
     token_ids int64 [C * ratio]: rows of the packed row, window after window; starts_document bool [C]; position int64 [C]: of a window's first token.
-    are_head: whether those are the first rows of the packed row, known on the host.
+    are_head: whether those are known to be the first rows of the packed row.
     """
 
     ratio: int
@@ -30,17 +30,17 @@ class CompressedWindows:
 
     @classmethod
     def of(cls, layout: PackedLayout, ratio: int) -> CompressedWindows:
-        """Windows are anchored at the start of each document; the tail of a document (fewer than `ratio` tokens) forms none."""
-        ends, cu_seqlens = layout.compressed_cu_seqlens(ratio).long(), layout.cu_seqlens.long()
-        entries = torch.arange(layout.num_compressed(ratio), device=ends.device)
-        document = torch.searchsorted(ends[1:].contiguous(), entries, right=True)
-        position = (entries - ends[document]) * ratio
-        token_ids = (cu_seqlens[document] + position)[:, None] + torch.arange(ratio, device=ends.device)
-        lengths = [length for length in layout.lengths if length]
-        while lengths and lengths[-1] < ratio:  # documents without an entry at the end
-            lengths.pop()
-        are_head = all(length % ratio == 0 for length in lengths[:-1])
-        return cls(ratio, token_ids.flatten(), position == 0, position, are_head)
+        """Windows are anchored at the start of each document; the tail of a document (fewer than `ratio` tokens) forms none.
+
+        In order, the windows are the tokens that stand in one, in order. Where C is only a bound, other tokens, each once, fill the windows behind.
+        """
+        lengths = torch.nn.functional.pad(layout.cu_seqlens.diff(), (0, 1))  # the last, 0, is that of the document -1
+        length = lengths[layout.document_of_token.long()]
+        in_window = layout.position_of_token < length - length % ratio
+        order = torch.sort(in_window.to(torch.uint8), descending=True, stable=True).indices
+        token_ids = order[: layout.num_compressed(ratio) * ratio]
+        position = layout.position_of_token[token_ids[::ratio]].long()
+        return cls(ratio, token_ids, position == 0, position, layout.windows_come_first(ratio))
 
     def rows_of(self, x: Tensor) -> Tensor:
         """Rows [C * ratio, d] of all windows, of x [T, d]: `x` itself where the windows cover it, and no copy where its first rows are theirs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from kernels.backend import ALL_VISIBLE, Backend, BackendUnsupported, Geometry, IndexerStats, RowOperations, available_backends, get_backend
 from kernels.layout import PackedLayout
+from kernels.static_layout import StaticLayout
 
 __all__ = [
     "ALL_VISIBLE",
@@ -14,6 +15,7 @@ __all__ = [
     "IndexerStats",
     "PackedLayout",
     "RowOperations",
+    "StaticLayout",
     "available_backends",
     "get_backend",
 ]

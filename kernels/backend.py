@@ -138,6 +138,10 @@ class Backend(ABC):
         """Fused forms of the work around the attention, on the device of the last `require`; None: the model's own run."""
         return None
 
+    def capturable(self) -> bool:
+        """Whether a CUDA graph may record the operations: of a StaticLayout's documents they ask the host nothing, and they wait for nothing."""
+        return False
+
     @abstractmethod
     def select(self, index_q: Tensor, index_k: Tensor, index_w: Tensor, layout: PackedLayout, ratio: int, topk: int) -> Tensor:
         """The `topk` visible entries of the highest index score, per query. No gradient.

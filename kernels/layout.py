@@ -146,6 +146,13 @@ class PackedLayout:
         """Tokens of the longest document, 0 without one."""
         return max(self.lengths, default=0)
 
+    def windows_come_first(self, ratio: int) -> bool:
+        """Whether the windows of m tokens behind the compressed entries are, one after the other, the first rows; known on the host."""
+        lengths = [length for length in self.lengths if length]
+        while lengths and lengths[-1] < _checked_ratio(ratio):  # documents without an entry at the end
+            lengths.pop()
+        return all(length % ratio == 0 for length in lengths[:-1])
+
     def entry_range(self, start: int, stop: int, ratio: int) -> tuple[int, int]:
         """Host bounds [lo, hi) of all entry ids that any of the rows [start, stop) of this layout sees. Empty: lo == hi."""
         _checked_ratio(ratio)

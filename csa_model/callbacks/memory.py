@@ -13,7 +13,8 @@ GIB = 2**30
 
 
 class PeakMemory(L.Callback):
-    """On CUDA `memory/peak_gib`: the most that the allocator held since the last log, the largest over ranks; the counter is reset at each log.
+    """On CUDA `memory/peak_gib`: the most that the allocator held since the last log and what a CUDA graph keeps for itself, the largest over ranks;
+    the counter is reset at each log.
 
     Elsewhere `memory/process_rss_gib`: resident memory of the process at the log, the largest over ranks. It includes the interpreter and the
     libraries, and it is no peak.
@@ -29,6 +30,8 @@ class PeakMemory(L.Callback):
             return
         on_cuda = pl_module.device.type == "cuda"
         used = torch.cuda.max_memory_allocated(pl_module.device) if on_cuda else psutil.Process().memory_info().rss
+        graph = getattr(pl_module, "graph", None)
+        used += graph.hidden_bytes if on_cuda and graph is not None else 0
         largest = torch.tensor(used / GIB, device=pl_module.device)
         if trainer.world_size > 1:
             largest = trainer.strategy.reduce(largest, reduce_op="max")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,16 @@ if TYPE_CHECKING:
     from kernels.layout import PackedLayout
 
 IGNORED = -100  # target of a position that has no token to predict
+
+
+@dataclass(frozen=True)
+class Divisors:
+    """What the losses are divided by, at least 1 each: StepCounts as numbers, or as fp32 scalars on the device where a CUDA graph reads them."""
+
+    tokens: float | Tensor
+    mtp_tokens: float | Tensor
+    documents: float | Tensor
+    query_rows: Mapping[int, float | Tensor]
 
 
 @dataclass(frozen=True)
@@ -27,6 +38,12 @@ class StepCounts:
     mtp_tokens: int  # positions whose token after the next is predicted (MTP loss)
     documents: int  # documents with at least one token (balance loss)
     query_rows: dict[int, int]  # compression ratio -> real query rows that see at least one compressed entry (indexer loss)
+
+    def divisors(self) -> Divisors:
+        """What the sums of the losses are divided by: an empty count divides by 1, its sum is 0."""
+        return Divisors(
+            max(1, self.tokens), max(1, self.mtp_tokens), max(1, self.documents), {ratio: max(1, rows) for ratio, rows in self.query_rows.items()}
+        )
 
     def __add__(self, other: StepCounts) -> StepCounts:
         """Counts of two disjoint sets of rows together. ValueError when they were counted for different ratios."""

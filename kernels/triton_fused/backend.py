@@ -68,6 +68,10 @@ class TritonBackend(Backend):
         """See `Backend.row_operations`. On a GPU only: the interpreter would be no faster than PyTorch."""
         return TritonRowOperations() if self._geometry is not None and self._geometry.device_type == "cuda" else None
 
+    def capturable(self) -> bool:
+        """See `Backend.capturable`."""
+        return True
+
     def select(self, index_q: Tensor, index_k: Tensor, index_w: Tensor, layout: PackedLayout, ratio: int, topk: int) -> Tensor:
         """See `Backend.select`. ValueError for shapes that do not fit the layout or topk outside 0..2048.
 

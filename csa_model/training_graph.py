@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forward, losses and backward of one micro-batch as a CUDA graph: the host launches it as one thing, where it would launch thousands of kernels.
+
+A graph repeats its kernels with the same shapes and addresses. So the row is copied into tensors that stay, its documents reach the device only
+(`StaticLayout`), and the divisors of the losses are read from the device. Optimizer, clipping, logging, validation and diagnostics stay outside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from csa_model.config import ExperimentConfig
+from csa_model.data.batch import IGNORED, Divisors, PackedBatch
+from csa_model.losses import LossTerms
+from csa_model.moe import RouterRecord, grouped_gemm_takes
+from kernels import Backend, BackendUnsupported, StaticLayout
+from kernels.static_layout import pad_documents
+
+PLAIN_STEPS = 2  # before the capture: kernels are compiled and libraries make their handles, neither of which a capture allows
+
+
+@dataclass(frozen=True)
+class MicroStep:
+    """What one forward and backward leaves: detached losses, router loads, and the gradient of each parameter (None: it took no part)."""
+
+    terms: LossTerms
+    router: list[RouterRecord]
+    gradients: list[Tensor | None]
+
+
+Compute = Callable[[PackedBatch, Divisors], tuple[LossTerms, list[RouterRecord]]]
+
+
+class _Room:
+    """The tensors that a graph reads: one row, its documents, its divisors."""
+
+    def __init__(self, batch: PackedBatch, documents: int, longest: int) -> None:
+        device, ignored = batch.tokens.device, torch.full_like(batch.targets, IGNORED)
+        self.layout = StaticLayout(batch.layout.num_tokens, documents, longest, device)
+        self.batch = PackedBatch(torch.zeros_like(batch.tokens), ignored, ignored.clone(), self.layout, batch.step, 0)
+        self.ratios = tuple(batch.step.query_rows)
+        self.divisors = torch.ones(3 + len(self.ratios), dtype=torch.float32, device=device)
+
+    def load(self, batch: PackedBatch) -> None:
+        """Copy a row into the room; nothing waits for the device."""
+        for name in ("tokens", "targets", "mtp_targets"):
+            getattr(self.batch, name).copy_(getattr(batch, name), non_blocking=True)
+        self.layout.load(batch.layout)
+        counts = batch.step.divisors()
+        numbers = [counts.tokens, counts.mtp_tokens, counts.documents, *(counts.query_rows[ratio] for ratio in self.ratios)]
+        values = torch.tensor(numbers, dtype=torch.float32)
+        self.divisors.copy_(values.pin_memory() if self.divisors.is_cuda else values, non_blocking=True)
+
+    def contents(self) -> tuple[PackedBatch, Divisors]:
+        """The row that was loaded last, with nothing derived from its documents yet."""
+        tokens, mtp_tokens, documents, *rows = self.divisors.unbind()
+        return (
+            dataclasses.replace(self.batch, layout=self.layout.renewed()),
+            Divisors(tokens, mtp_tokens, documents, dict(zip(self.ratios, rows, strict=True))),
+        )
+
+
+class TrainingGraph:
+    """Runs micro-batches: the first ones plainly, then by replaying a graph of `compute` and of the backward of its loss.
+
+    Args:
+        compute: the forward and the losses of a batch whose layout is a StaticLayout, and whose loss is `terms.total`. It may wait for nothing.
+        parameters: what is differentiated; gradients come in this order, in tensors that the next micro-batch overwrites.
+        longest: tokens of the longest document that is expected.
+
+    A row with other sizes than those before (tokens, more or longer documents than there is room for) makes new tensors and another graph. An error
+    while a graph is captured, such as too little memory, passes through.
+    """
+
+    def __init__(self, compute: Compute, parameters: Sequence[nn.Parameter], longest: int) -> None:
+        self.compute, self.parameters, self.longest = compute, list(parameters), longest
+        self._room: _Room | None = None
+        self._captured: tuple[torch.cuda.CUDAGraph, MicroStep] | None = None
+        self._plain_steps = 0
+        self.hidden_bytes = 0  # memory that the graph keeps for itself, beyond what the allocator counts as allocated
+
+    def run(self, batch: PackedBatch) -> MicroStep:
+        """One micro-batch on the device of `batch`. The result belongs to the graph: read or copy it before the next call."""
+        if self._room is None or not self._room.layout.holds(batch.layout):
+            self._room = self._room_for(batch)
+        self._room.load(batch)
+        if self._captured is None and self._plain_steps < PLAIN_STEPS:
+            self._plain_steps += 1
+            return self._step(self._room)
+        if self._captured is None:
+            self._captured = self._capture(self._room)
+        graph, result = self._captured
+        graph.replay()
+        return result
+
+    def _room_for(self, batch: PackedBatch) -> _Room:
+        self._captured, self._plain_steps, self.hidden_bytes = None, 0, 0
+        self.longest = max(self.longest, batch.layout.longest_document())
+        documents = pad_documents(len(batch.layout.lengths))
+        return _Room(batch, documents if self._room is None else max(documents, self._room.layout.max_documents), self.longest)
+
+    def _step(self, room: _Room) -> MicroStep:
+        """Forward and backward of the loaded row."""
+        batch, divisors = room.contents()
+        with torch.enable_grad():
+            terms, router = self.compute(batch, divisors)
+        # not under autocast, where the backward of a plain training step does not run either
+        with torch.autocast(batch.tokens.device.type, enabled=False):
+            gradients = torch.autograd.grad(terms.total, self.parameters, allow_unused=True)
+        terms.total = terms.total.detach()
+        router = [dataclasses.replace(record, balance_sum=record.balance_sum.detach()) for record in router]
+        return MicroStep(terms, router, _as_optimizers_expect(self.parameters, gradients))
+
+    def _capture(self, room: _Room) -> tuple[torch.cuda.CUDAGraph, MicroStep]:
+        device = room.divisors.device
+        graph = torch.cuda.CUDAGraph()
+        # weights that autocast has rounded before are not those of the steps to come: the graph must round them itself
+        torch.clear_autocast_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        # thread_local: other threads, such as one that pins memory for the next rows, may go on
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            result = self._step(room)
+        torch.clear_autocast_cache()
+        self.hidden_bytes = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+        return graph, result
+
+
+def _as_optimizers_expect(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Each gradient in a memory of its own with the strides of its parameter, as autograd accumulates them into `.grad`."""
+    seen: set[int] = set()
+    result: list[Tensor | None] = []
+    for p, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None and (gradient.stride() != p.stride() or gradient.data_ptr() in seen):
+            gradient = torch.empty_like(p).copy_(gradient)
+        if gradient is not None:
+            seen.add(gradient.data_ptr())
+        result.append(gradient)
+    return result
+
+
+def copied(step: MicroStep) -> MicroStep:
+    """The same in tensors of its own, which no later micro-batch overwrites."""
+    result: MicroStep = _copied(step)
+    return result
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_copied(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(value, **{field.name: _copied(getattr(value, field.name)) for field in dataclasses.fields(value)})
+    return value
+
+
+def choose_graph(config: ExperimentConfig, backend: Backend, device_type: str) -> tuple[bool, str]:
+    """Whether the micro-batches of training run as a CUDA graph, and the choice in words.
+
+    Raises:
+        BackendUnsupported: `trainer.cuda_graph=always` and something forbids it.
+    """
+    wanted = config.trainer.cuda_graph
+    obstacle = "trainer.cuda_graph=never" if wanted == "never" else _obstacle(config, backend, device_type)
+    if not obstacle:
+        return True, f"forward and backward are one launch, from micro-batch {PLAIN_STEPS + 1} on"
+    if wanted == "always":
+        remedy = "trainer.cuda_graph=auto, which takes a graph where it can"
+        raise BackendUnsupported(f"trainer.cuda_graph=always cannot be honoured: {obstacle}", remedy)
+    return False, f"none: {obstacle}"
+
+
+def _obstacle(config: ExperimentConfig, backend: Backend, device_type: str) -> str:
+    trainer, moe = config.trainer, config.model.moe
+    if device_type != "cuda":
+        return "the model does not run on an NVIDIA GPU"
+    if trainer.strategy != "auto":
+        return f"trainer.strategy={trainer.strategy} sums gradients over processes inside the backward"
+    if config.compile:
+        return "compile=true"
+    if not backend.capturable():
+        return f"backend={backend.name} asks the host for the lengths of the documents"
+    dtype = torch.bfloat16 if trainer.precision == "bf16-mixed" else torch.float32
+    if moe.enabled and not grouped_gemm_takes(device_type, dtype, moe.moe_intermediate_size, config.model.hidden_size):
+        return (
+            "the experts run one matrix product each, of sizes that the host must know "
+            "(trainer.precision=bf16-mixed and widths that 8 divides would group them)"
+        )
+    return ""

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training on rows whose documents the host does not know, plainly here and as a CUDA graph on a GPU, equals training on exact layouts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from training_helpers import loader, make_config, make_module, make_rows, make_trainer
+
+from csa_model import lit_module, training_graph
+from csa_model.callbacks import PeakMemory
+from csa_model.config import StageConfig
+from csa_model.training_graph import TrainingGraph, choose_graph, copied
+from kernels import BackendUnsupported, PackedLayout, StaticLayout, get_backend
+from kernels.unfused import UnfusedBackend
+
+ROWS = [[40, 7], [30, 18], [48], [3, 3, 3, 3, 3, 3], [47, 1], [20, 20]]
+WARMUP = StageConfig("indexer_warmup", "dense", "dense", True)
+
+
+class KnowsFromDevice(UnfusedBackend):
+    """The reference for a StaticLayout: it reads the documents back from the device and drops the entries that belong to nobody."""
+
+    def capturable(self) -> bool:
+        return True
+
+    @staticmethod
+    def _exact(arguments: tuple[Any, ...]) -> list[Any]:
+        (layout,) = (a for a in arguments if isinstance(a, PackedLayout))
+        if not isinstance(layout, StaticLayout):
+            return list(arguments)
+        exact = PackedLayout(layout.cu_seqlens, layout.num_tokens)
+        ratio = arguments[[a is layout for a in arguments].index(True) + 1]
+        count = layout.num_compressed(ratio) if ratio else -1
+        # an entry tensor is the one with as many rows as the bound says; rows and entries never have the same number here
+        return [
+            exact if a is layout else a[: exact.num_compressed(ratio)] if isinstance(a, torch.Tensor) and a.dim() == 2 and a.shape[0] == count else a
+            for a in arguments
+        ]
+
+    def select(self, *arguments: Any) -> Any:  # type: ignore[override]
+        return super().select(*self._exact(arguments))
+
+    def attend(self, *arguments: Any) -> Any:  # type: ignore[override]
+        return super().attend(*self._exact(arguments))
+
+    def indexer_loss(self, *arguments: Any, **named: Any) -> Any:  # type: ignore[override]
+        return super().indexer_loss(*self._exact(arguments), **named)
+
+
+def _fit(config: Any, rows: list[list[int]] = ROWS, callbacks: tuple[Any, ...] = (), **trainer: Any) -> tuple[Any, Any]:
+    module = make_module(config)
+    if config.trainer.accelerator == "cpu":
+        module.double()  # Muon makes much of a rounding
+    trainer = make_trainer(config, limit_val_batches=0, callbacks=list(callbacks), **trainer)
+    trainer.fit(module, loader(make_rows(rows)))
+    return module, trainer
+
+
+@pytest.fixture
+def plain_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every micro-batch goes through TrainingGraph, none is captured."""
+    monkeypatch.setattr(training_graph, "PLAIN_STEPS", 10**9)
+    monkeypatch.setattr(lit_module, "choose_graph", lambda config, backend, device: (config.trainer.cuda_graph == "always", ""))
+    monkeypatch.setattr(lit_module, "choose_backend", lambda config, mode: (KnowsFromDevice(), ""))
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "stage", "teacher", "model"),
+    [
+        (1, StageConfig(), "full_csa", {}),
+        (2, StageConfig(), "compressed_only", {}),
+        (1, WARMUP, "full_csa", {}),
+        (2, StageConfig(), "none", {"recompute": True}),
+    ],
+)
+@pytest.mark.usefixtures("plain_graph")
+def test_rows_of_unknown_documents_train_the_same(accumulate: int, stage: StageConfig, teacher: str, model: dict[str, Any]) -> None:
+    results = []
+    for choice in ("never", "always"):
+        config = make_config(teacher, stage, model, max_steps=6 // accumulate, accumulate_grad_batches=accumulate, cuda_graph=choice)
+        results.append(_fit(config))
+    (plain, plain_trainer), (static, static_trainer) = results
+    assert plain.graph is None
+    assert static.graph is not None
+    for (name, a), (_, b) in zip(plain.decoder.named_parameters(), static.decoder.named_parameters(), strict=True):
+        assert (a - b).norm() <= 1e-5 * a.norm() + 1e-9, name
+    for name, value in plain_trainer.callback_metrics.items():
+        assert float(static_trainer.callback_metrics[name]) == pytest.approx(float(value), rel=1e-4, abs=1e-6), name
+    for a, b in zip(plain.buffers(), static.buffers(), strict=True):
+        assert torch.equal(a, b)  # router biases
+
+
+@pytest.mark.usefixtures("plain_graph")
+def test_a_row_without_room_makes_new_room() -> None:
+    config = make_config(cuda_graph="always")
+    module = make_module(config)
+    module.trainer = make_trainer(config)
+    graph = TrainingGraph(module._losses, [p for p in module.parameters() if p.requires_grad], longest=10)
+    few, many, long = make_rows([[9, 9], [1] * 100, [120]], num_tokens=128)
+    for row, documents, longest in ((few, 64, 10), (many, 256, 10), (few, 256, 10), (long, 256, 120)):
+        graph.run(row)
+        assert graph._room is not None
+        assert (graph._room.layout.max_documents, graph._room.layout.longest_document()) == (documents, longest)
+    (other,) = make_rows([[30]], num_tokens=32)
+    graph.run(other)
+    assert graph._room.layout.num_tokens == 32
+
+
+def test_a_copy_shares_no_tensor() -> None:
+    module = make_module(make_config())
+    (row,) = make_rows([[40, 7]])
+    module.trainer = make_trainer(make_config())
+    terms, router = module._losses(row, row.step.divisors())
+    step = training_graph.MicroStep(terms, router, [torch.ones(3), None])
+    again = copied(step)
+    assert again.router[0].module is router[0].module
+    assert again.terms.indexer[1].kl_sum is not terms.indexer[1].kl_sum
+    assert torch.equal(again.terms.indexer[1].kl_sum, terms.indexer[1].kl_sum)
+    assert again.gradients[1] is None
+    assert again.gradients[0] is not step.gradients[0]
+
+
+def test_gradients_come_as_optimizers_expect_them() -> None:
+    p, q = torch.nn.Parameter(torch.zeros(3, 2)), torch.nn.Parameter(torch.zeros(3, 2))
+    shared = torch.ones(2, 3).t()
+    first, second, none = training_graph._as_optimizers_expect([p, q, p], [shared, torch.ones(3, 2).expand(3, 2), None])
+    assert none is None
+    assert first is not None
+    assert first.stride() == (2, 1)
+    same = torch.ones(3, 2)
+    first, second = training_graph._as_optimizers_expect([p, q], [same, same])  # type: ignore[misc]
+    assert first.data_ptr() != second.data_ptr()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"strategy": "ddp"}, "strategy=ddp"),
+        ({"precision": "32-true"}, "bf16-mixed"),
+        ({"backend": "unfused"}, "backend=unfused"),
+        ({"compile": True}, "compile=true"),
+        ({"device": "cpu"}, "NVIDIA GPU"),
+    ],
+)
+def test_what_forbids_a_graph_is_said(change: dict[str, Any], words: str) -> None:
+    change = dict(change)
+    backend = get_backend("unfused") if change.pop("backend", None) else KnowsFromDevice()
+    device, compiled = change.pop("device", "cuda"), change.pop("compile", False)
+    config = make_config(**{"accelerator": "gpu", "precision": "bf16-mixed", **change})
+    config = dataclasses.replace(config, compile=compiled)
+    used, choice = choose_graph(config, backend, device)
+    assert not used
+    assert words in choice
+    always = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, cuda_graph="always"))
+    with pytest.raises(BackendUnsupported, match=words):
+        choose_graph(always, backend, device)
+
+
+def test_a_graph_is_taken_where_nothing_forbids_it() -> None:
+    config = make_config(accelerator="gpu", precision="bf16-mixed")
+    assert choose_graph(config, KnowsFromDevice(), "cuda")[0]
+    never = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, cuda_graph="never"))
+    assert choose_graph(never, KnowsFromDevice(), "cuda") == (False, "none: trainer.cuda_graph=never")
+
+
+GPU_MODEL = {"head_dim": 16, "index_head_dim": 16, "hidden_size": 32}
+GPU_ROWS = [*ROWS, [1] * 40 + [8], [24, 24], [48], [5] * 9]  # the 41 documents of one row stay within the 64 that there is room for
+
+
+def _gpu_fit(
+    choice: str, stage: StageConfig, teacher: str, accumulate: int, model: dict[str, Any], rows: list[list[int]] = GPU_ROWS
+) -> tuple[Any, Any]:
+    settings = {"accelerator": "gpu", "precision": "bf16-mixed", "accumulate_grad_batches": accumulate, "cuda_graph": choice}
+    config = make_config(teacher, stage, {**GPU_MODEL, **model}, max_steps=len(rows) // accumulate, **settings)
+    config = dataclasses.replace(config, backend=dataclasses.replace(config.backend, name="triton"))
+    return _fit(config, rows, (PeakMemory(),), accelerator="gpu", deterministic=True)
+
+
+@pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize(
+    ("accumulate", "stage", "teacher", "model"),
+    [
+        (1, StageConfig(), "full_csa", {}),
+        (2, StageConfig(), "compressed_only", {}),
+        (1, WARMUP, "full_csa", {}),
+        (1, StageConfig(), "full_csa", {"recompute": True}),
+    ],
+)
+def test_replayed_steps_equal_plain_ones(
+    accumulate: int, stage: StageConfig, teacher: str, model: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured, trainer = _gpu_fit("always", stage, teacher, accumulate, model)
+    assert captured.graph._captured is not None
+    assert captured.graph.hidden_bytes > 0
+    exact, _ = _gpu_fit("never", stage, teacher, accumulate, model)
+    monkeypatch.setattr(training_graph, "PLAIN_STEPS", 10**9)
+    plain, plain_trainer = _gpu_fit("always", stage, teacher, accumulate, model)
+    assert plain.graph._captured is None
+    for (name, a), (_, b), (_, c) in zip(*(m.decoder.named_parameters() for m in (captured, plain, exact)), strict=True):
+        assert torch.equal(a, b), name
+        assert (a - c).norm() <= 0.05 * c.norm() + 1e-3, name  # after steps of Muon in bf16; the sums differ in their last bits
+    for name in ("train/loss", "train/grad_norm"):
+        if name in plain_trainer.callback_metrics:
+            assert torch.equal(trainer.callback_metrics[name], plain_trainer.callback_metrics[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.usefixtures("deterministic")
+def test_a_row_with_more_documents_is_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [*ROWS[:4], [1] * 48, *ROWS, [48]]
+    monkeypatch.setattr(training_graph, "pad_documents", lambda count: 1 << (count - 1).bit_length())
+    captured, _ = _gpu_fit("always", StageConfig(), "full_csa", 1, {}, rows)
+    assert captured.graph._captured is not None
+    assert captured.graph._room.layout.max_documents == 64
+    monkeypatch.setattr(training_graph, "PLAIN_STEPS", 10**9)
+    plain, _ = _gpu_fit("always", StageConfig(), "full_csa", 1, {}, rows)
+    for (name, a), (_, b) in zip(captured.decoder.named_parameters(), plain.decoder.named_parameters(), strict=True):
+        assert torch.equal(a, b), name

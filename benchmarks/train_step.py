@@ -2,12 +2,13 @@
 """Whole training steps of one decoder: tokens per second and peak memory, and where the time goes.
 
     python -m benchmarks.train_step                        # model=small, 2k .. 64k tokens, every path; needs an NVIDIA GPU
-    python -m benchmarks.train_step --model base --tokens 4096 16384 --paths triton
+    python -m benchmarks.train_step --model base --tokens 4096 16384 --paths triton dense
     python -m benchmarks.train_step --device cpu --model nano --tokens 256 --paths unfused dense    # tries the command out, writes nothing
 
 Paths: `unfused` and `triton` are the backends; `dense` is the dense-attention twin: the same decoder without compressors and indexers, whose every
-attention layer is PyTorch's scaled_dot_product_attention over all tokens; on a GPU it has the fused row operations of `triton`. One step: forward,
-losses, backward, optimizer; one document per row, random tokens, bf16 autocast on a GPU. Each point runs in a process of its own, so that memory is
+attention layer is PyTorch's scaled_dot_product_attention over all tokens; on a GPU it has the fused row operations of `triton`. There `triton` and
+`dense` run forward and backward as one CUDA graph, as training does; `triton-plain` is trainer.cuda_graph=never. One step: forward, losses, backward,
+optimizer; one document per row, random tokens, bf16 autocast on a GPU. Each point runs in a process of its own, so that memory is
 its own. Writes benchmarks/results/train_step_<model>_<card>.json and .png with the crossover; short lengths where sparse attention loses are shown as
 they are.
 """
@@ -34,12 +35,12 @@ import torch
 from torch import Tensor
 
 from benchmarks import RESULTS, provenance
-from kernels import Backend, BackendUnsupported, Geometry, PackedLayout, get_backend
+from kernels import Backend, BackendUnsupported, Geometry, PackedLayout, StaticLayout, get_backend
 from kernels.backend import RowOperations
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 LENGTHS = (2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
-PATHS = ("unfused", "triton", "dense")
+PATHS = ("unfused", "triton", "triton-plain", "dense")
 # What a kernel's name says about the part of the step it belongs to; the first match counts.
 PARTS = {
     "hyper-connections": (
@@ -83,6 +84,9 @@ class DenseTwin(Backend):
             triton.require(geometry)
             self._rows = triton.row_operations()
 
+    def capturable(self) -> bool:
+        return True
+
     def row_operations(self) -> RowOperations | None:
         """Those of backend=triton on a GPU, so that the twins differ in their attention alone."""
         return self._rows
@@ -99,8 +103,9 @@ class DenseTwin(Backend):
     def attend(
         self, q: Tensor, window_kv: Tensor, compressed_kv: Any, selected: Any, sink: Tensor, layout: PackedLayout, *rest: Any
     ) -> tuple[Tensor, Tensor]:
-        """`q` [T, H, D] against the one key-value head `window_kv` [T, D]; the layout must be one document without padding."""
-        if layout.lengths != (layout.num_tokens,):
+        """`q` [T, H, D] against the one key-value head `window_kv` [T, D]; the layout must be one document without padding, which of a StaticLayout
+        the caller has to know."""
+        if not isinstance(layout, StaticLayout) and layout.lengths != (layout.num_tokens,):
             raise ValueError("the dense twin takes one document per row")
         tokens, heads, dim = q.shape
         kv = window_kv.to(q.dtype)[None, None].expand(1, heads, tokens, dim)
@@ -119,7 +124,7 @@ def load_config(model: str, path: str, tokens: int, device: str) -> Any:
     gpu = device == "cuda"
     overrides = [
         f"model={model}",
-        f"backend={'unfused' if path == 'dense' else path}",
+        f"backend={'unfused' if path == 'dense' else path.removesuffix('-plain')}",
         f"trainer={'gpu' if gpu else 'cpu'}",
         f"data.sequence_length={tokens}",
         f"data.tokens_per_batch={tokens}",
@@ -135,59 +140,81 @@ def load_config(model: str, path: str, tokens: int, device: str) -> Any:
     return config
 
 
-def build_step(model: str, path: str, tokens: int, device: str) -> Callable[[], Tensor]:
-    """A function that does one training step and returns the loss."""
-    from csa_model.data.packing import pack
-    from csa_model.decoder import AttentionMode, Decoder
-    from csa_model.losses import total_loss
-    from csa_model.optimizers import build_optimizer
+class TrainingStep:
+    """One training step of a path, the same row again at every call."""
 
-    config = load_config(model, path, tokens, device)
-    torch.manual_seed(0)
-    gpu = device == "cuda"
-    dtype = torch.bfloat16 if gpu else torch.float32
-    mode = AttentionMode.from_config(config.stage, config.teacher.name)
-    backend = DenseTwin() if path == "dense" else get_backend(path)
-    decoder = Decoder(config.model, backend, device_type=device, dtype=dtype, mode=mode).to(device)
-    optimizer = build_optimizer(decoder, config.optimizer)
-    ids = np.random.default_rng(0).integers(0, config.model.vocab_size, tokens)
-    batch = pack([ids], tokens, sorted({r for r in config.model.compress_ratios if r})).to(device)
+    def __init__(self, model: str, path: str, tokens: int, device: str) -> None:
+        from csa_model.data.packing import pack
+        from csa_model.decoder import AttentionMode, Decoder
+        from csa_model.optimizers import build_optimizer
+        from csa_model.training_graph import TrainingGraph
 
-    def step() -> Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=gpu):
-            output = decoder(batch.tokens, batch.layout, mode, next_tokens=batch.targets if config.model.mtp.enabled else None)
-            terms = total_loss(output, batch, decoder, config)
-        terms.total.backward()
-        optimizer.step()
+        self.config = load_config(model, path, tokens, device)
+        torch.manual_seed(0)
+        self.device, self.on_gpu = device, device == "cuda"
+        dtype = torch.bfloat16 if self.on_gpu else torch.float32
+        self.mode = AttentionMode.from_config(self.config.stage, self.config.teacher.name)
+        backend = DenseTwin() if path == "dense" else get_backend(path.removesuffix("-plain"))
+        self.decoder = Decoder(self.config.model, backend, device_type=device, dtype=dtype, mode=self.mode).to(device)
+        self.optimizer = build_optimizer(self.decoder, self.config.optimizer)
+        ids = np.random.default_rng(0).integers(0, self.config.model.vocab_size, tokens)
+        self.batch = pack([ids], tokens, sorted({r for r in self.config.model.compress_ratios if r})).to(device)
+        graphed = self.on_gpu and backend.capturable() and not path.endswith("-plain")
+        self.graph = TrainingGraph(self._losses, list(self.decoder.parameters()), tokens) if graphed else None
+
+    def _losses(self, batch: Any, divisors: Any) -> tuple[Any, Any]:
+        from csa_model.losses import total_loss
+
+        next_tokens = batch.targets if self.config.model.mtp.enabled else None
+        output = self.decoder(batch.tokens, batch.layout, self.mode, next_tokens=next_tokens)
+        return total_loss(output, batch, self.decoder, self.config, divisors=divisors), output.router
+
+    def __call__(self) -> Tensor:
+        """The loss, detached."""
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.on_gpu):
+            if self.graph is None:
+                terms, _ = self._losses(self.batch, self.batch.step.divisors())
+            else:
+                result = self.graph.run(self.batch)
+                terms = result.terms
+        if self.graph is None:
+            terms.total.backward()
+        else:
+            for p, gradient in zip(self.graph.parameters, result.gradients, strict=True):
+                p.grad = gradient
+        self.optimizer.step()
         return terms.total.detach()
-
-    return step
 
 
 def time_step(step: Callable[[], Tensor], device: str, repeats: int, at_most: float = 3.0) -> list[float]:
-    """Seconds of each of `repeats` steps after two to warm up; of fewer, and after one, where they take `at_most` seconds together."""
+    """Seconds of a step, from each of `repeats` groups of three that follow one another as in training, after two steps to warm up.
+
+    Steps of a second and more go one by one, and after one to warm up; no new group begins when `at_most` seconds have passed.
+    """
     seconds: list[float] = []
-    warm = 2
-    for number in range(warm + repeats):
+    group, spent, slow = 1, 0.0, 1.0
+    for number in range(2 + repeats):
         if device == "cuda":
             torch.cuda.synchronize()
         began = time.perf_counter()
-        step()
+        for _ in range(group):
+            step()
         if device == "cuda":
             torch.cuda.synchronize()
         took = time.perf_counter() - began
-        if number == 0 and took > at_most:
-            warm = 1
-        if number >= warm:
-            seconds.append(took)
-        if sum(seconds) > at_most:
+        if number == 1:
+            group = 3 if took < slow else 1
+        if number >= 2 or (number == 1 and took >= slow):
+            seconds.append(took / group)
+            spent += took
+        if spent > at_most:
             break
     return seconds
 
 
 def profile_step(step: Callable[[], Tensor]) -> dict[str, Any]:
-    """Milliseconds on the GPU of one step by part, how many kernels, copies and fills it launched, and which took longest."""
+    """Milliseconds on the GPU of one step by part, how many kernels, copies and fills it ran, and which took longest."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
@@ -208,23 +235,24 @@ def profile_step(step: Callable[[], Tensor]) -> dict[str, Any]:
         kernels.append({"kernel": event.key[:120], "calls": event.count, "ms": round(milliseconds, 3)})
     kernels.sort(key=lambda kernel: -kernel["ms"])
     ordered = dict(sorted(parts.items(), key=lambda part: -part[1]))
-    launches = sum(kernel["calls"] for kernel in kernels)
+    number = sum(kernel["calls"] for kernel in kernels)
     gpu_ms = sum(parts.values())
-    return {"parts_ms": ordered, "longest": kernels[:25], "gpu_ms": gpu_ms, "launches": launches, "wall_ms_with_profiler": wall * 1e3}
+    return {"parts_ms": ordered, "longest": kernels[:25], "gpu_ms": gpu_ms, "kernels": number, "wall_ms_with_profiler": wall * 1e3}
 
 
 def measure_point(model: str, path: str, tokens: int, device: str, repeats: int, with_profile: bool) -> dict[str, Any]:
     """One point of the table; an out-of-memory error is a result too."""
     record: dict[str, Any] = {"path": path, "tokens": tokens}
     try:
-        step = build_step(model, path, tokens, device)
+        step = TrainingStep(model, path, tokens, device)
         record["loss"] = step().item()
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         seconds = time_step(step, device, repeats)
         record |= {"step_ms": median(seconds) * 1e3, "tokens_per_second": tokens / median(seconds), "slowest_ms": max(seconds) * 1e3}
         if device == "cuda":
-            record["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            hidden = step.graph.hidden_bytes if step.graph is not None else 0
+            record["peak_gib"] = (torch.cuda.max_memory_allocated() + hidden) / 2**30
             if with_profile:
                 record["profile"] = profile_step(step)
                 record["gpu_busy"] = record["profile"]["gpu_ms"] / record["step_ms"]
@@ -322,9 +350,9 @@ def main() -> int:
         records.append(record)
         memory = f"{record['peak_gib']:.2f} GiB" if "peak_gib" in record else "N/A"
         told = record.get("failed") or f"{record['tokens_per_second']:12,.0f} tokens/s  {record['step_ms']:9.1f} ms  peak {memory}"
-        print(f"{args.model} T={tokens:6d} {path:8s} {told}", flush=True)
+        print(f"{args.model} T={tokens:6d} {path:12s} {told}", flush=True)
         if "profile" in record:
-            print(f"    {record['profile']['launches']:,} launches on the GPU, which waits {record['host_bound']:.0%} of the step: ", end="")
+            print(f"    {record['profile']['kernels']:,} kernels on the GPU, which waits {record['host_bound']:.0%} of the step: ", end="")
             print(", ".join(f"{part} {ms:.1f} ms" for part, ms in record["profile"]["parts_ms"].items()), flush=True)
         if args.device == "cuda":  # after every point: a run that is stopped keeps what it has
             target.write_text(json.dumps(result, indent=1) + "\n")

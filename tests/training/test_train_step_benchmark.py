@@ -52,7 +52,7 @@ def test_the_launches_of_a_step_are_counted(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("torch.profiler.profile", Profile)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     profile = train_step.profile_step(lambda: torch.zeros(()))
-    assert profile["launches"] == 7
+    assert profile["kernels"] == 7
     assert profile["gpu_ms"] == pytest.approx(1.0)
     assert profile["parts_ms"] == {"matrix products": pytest.approx(0.9), "copies and casts": pytest.approx(0.1)}
 

@@ -12,17 +12,24 @@ from typing import Any
 from benchmarks import RESULTS
 
 CARD = "nvidia_h200"
-PEER, OURS = "FlashMLA + cuDNN", "triton full_csa"
+PEER, OURS, PLAIN, DETERMINISTIC = "FlashMLA + cuDNN", "triton full_csa", "PyTorch autograd", "triton full_csa, deterministic"
+COLUMNS = {
+    OURS: "`full_csa`",
+    "triton compressed_only": "`compressed_only`",
+    "triton without indexer loss": "no indexer loss",
+    DETERMINISTIC: "`full_csa`, deterministic",
+    PLAIN: "PyTorch autograd",
+}
 CURVES = {"train/lm_loss": "LM loss", "indexer/kl": "indexer KL", "val/loss": "validation loss"}
 TRAINING_PATHS = ("triton", "dense", "unfused")
-PIECES = {  # row -> (ours, the peer's parts that do the same)
+PIECES = {  # column -> (ours, the peer's parts that do the same); *: part of the step with full_csa
     "index scores + top-k": ("ours/scores + top-k", ("peer/scores", "peer/top-k")),
-    "the same, scores kept for the loss": ("ours/scores + top-k, scores kept", ()),
-    "attention forward": ("ours/attention forward", ("peer/attention forward",)),
+    "the same, scores kept for the loss *": ("ours/scores + top-k, scores kept", ()),
+    "attention forward *": ("ours/attention forward", ("peer/attention forward",)),
     "attention backward": ("ours/attention backward", ("peer/attention backward",)),
-    "attention backward with the teacher": ("ours/attention backward + teacher", ("peer/attention backward", "peer/teacher")),
+    "attention backward with the teacher *": ("ours/attention backward + teacher", ("peer/attention backward", "peer/teacher")),
     "teacher alone": ("ours/teacher alone (log space)", ("peer/teacher",)),
-    "KL + indexer backward": ("ours/KL + indexer backward", ("peer/indexer backward",)),
+    "KL + indexer backward *": ("ours/KL + indexer backward", ("peer/indexer backward",)),
 }
 
 
@@ -55,55 +62,107 @@ def timed(record: dict[str, Any] | None) -> str:
     return "-" if not record or "ms" not in record else ms(record["ms"], record.get("spread", 0.0))
 
 
+SHAPE = ["tokens", "heads", "head dim", "top-k"]
+
+
 def _shape(r: dict[str, Any]) -> list[str]:
-    return [f"{r['tokens']:,}", f"{r['heads']} x {r['head_dim']}", str(r["topk"])]
+    return [f"{r['tokens']:,}", str(r["heads"]), str(r["head_dim"]), f"{r['topk']:,}"]
 
 
 def core(result: dict[str, Any]) -> list[str]:
     """The step of one CSA layer's core, and its parts."""
+    # the shapes of one layer stand together, the longer ones below
+    shapes = sorted(result["shapes"], key=lambda r: (-r["head_dim"], r["heads"], r["topk"], r["tokens"]))
+    done = [r for r in shapes if "failed" not in r]
     lines = ["## One CSA layer's core, one training step", "", origin(result), ""]
     lines += [
         "Index scores, top-k, attention forward, teacher, KL, attention backward, indexer backward; random bf16 data, one document, ratio 4, "
         "window 128.",
-        f"Peer: {result['peer']}, composed by us with the KL in PyTorch and the scores of all entries in memory, in the same run; it agrees",
-        "in output and mean KL. GiB above the inputs. ± : difference of the two passes, where it is more than 5 %.",
-        "",
+        "Where 4 x top-k reaches the number of tokens, every entry is selected. GiB: peak above the inputs.",
+        "±: the difference of the two passes relative to their median, where it is more than 5 %.",
+        *(f"Not measured: {r['tokens']:,} tokens, {r['heads']} heads of {r['head_dim']}: {r['failed']}." for r in shapes if "failed" in r),
+        *("", *beside_the_peer(done, result["peer"]), "", *choices_of_ours(done), "", *parts(done)),
     ]
-    rows, failed = [], []
-    for r in result["shapes"]:
-        if "failed" in r:
-            failed.append(f"{r['tokens']:,} tokens: {r['failed']}")
-            continue
-        step, peak = r["step"], r["peak_gib"]
-        peer = step.get(PEER, {}).get("ms")
-        own = step[OURS]["ms"]
-        rows.append(
-            [
-                *_shape(r),
-                timed(step[OURS]),
-                timed(step.get(PEER)),
-                "-" if peer is None else f"{own / peer:.2f}",
-                f"{peak[OURS]:.2f}",
-                "-" if peer is None else f"{peak[PEER]:.2f}",
-                timed(step["triton compressed_only"]),
-                timed(step["triton without indexer loss"]),
-                timed(step.get("triton full_csa, deterministic")),
-                timed(step.get("PyTorch autograd")),
-            ]
-        )
-    head = ["tokens", "heads", "top-k", "ours ms", "peer ms", "ratio", "ours GiB", "peer GiB", "compressed_only", "no loss", "deterministic"]
-    lines += [*grid([*head, "PyTorch autograd"], rows), *failed, "", "Parts, ms (ratio to the peer's parts that do the same):", ""]
-    shapes = [r for r in result["shapes"] if "pieces" in r and r["head_dim"] == 512]
-    parts = []
-    for name, (own, peers) in PIECES.items():
-        cells = []
+    return lines
+
+
+def beside_the_peer(shapes: list[dict[str, Any]], peer: str) -> list[str]:
+    """Time and memory of the step, ours and the peer's, where the peer ran and agreed."""
+    rows = []
+    for r in shapes:
+        if PEER in r["step"]:
+            own, other = r["step"][OURS], r["step"][PEER]
+            gib, other_gib = r["peak_gib"][OURS], r["peak_gib"][PEER]
+            speed, memory = f"{own['ms'] / other['ms']:.2f}", f"{gib / other_gib:.2f}"
+            rows.append([*_shape(r), timed(own), timed(other), speed, f"{gib:.2f}", f"{other_gib:.2f}", memory])
+    failed = [
+        f"No peer at {r['tokens']:,} tokens, {r['heads']} heads of {r['head_dim']}: {why if isinstance(why, str) else f'it differs by {why:.1%}'}."
+        for r in shapes
+        if PEER not in r["step"] and (why := r["agrees"].get(PEER)) is not None
+    ]
+    alone = [f"{r['tokens']:,} tokens" for r in shapes if r["head_dim"] == 512 and PEER not in r["agrees"]]
+    if not rows:
+        return [f"No peer: {peer}.", *failed]
+    return [
+        "### Beside the peer",
+        "",
+        f"Peer: {peer}, composed by us with the KL in PyTorch and the scores of all entries in memory, in the same run; it agrees",
+        "in output and mean KL. Ours: `backend=triton` with the teacher `full_csa`. Ratios: ours by the peer's, below 1 ours is faster or smaller.",
+        f"The next table has the shapes that ours ran without it: small heads, which it does not take{''.join(f', and {item}' for item in alone)}.",
+        *failed,
+        *("", *grid([*SHAPE, "ours ms", "peer ms", "ms ratio", "ours GiB", "peer GiB", "GiB ratio"], rows)),
+    ]
+
+
+def choices_of_ours(shapes: list[dict[str, Any]]) -> list[str]:
+    """Every shape, also those without a peer: what the choices of our step cost, and plain PyTorch."""
+
+    def longest(path: str) -> str:
+        return f"{max((r['tokens'] for r in shapes if path in r['step']), default=0):,}"
+
+    rows = [
+        [
+            *_shape(r),
+            *(timed(r["step"].get(path)) for path in COLUMNS),
+            *(f"{r['peak_gib'][p]:.2f}" if p in r["peak_gib"] else "-" for p in (OURS, PLAIN)),
+        ]
+        for r in shapes
+    ]
+    return [
+        "### Every shape, and what our choices cost",
+        "",
+        "ms of our step, with another teacher, without the indexer loss, in the deterministic mode (`torch.use_deterministic_algorithms`), and",
+        f"of plain PyTorch autograd. -: not run; the deterministic mode ran up to {longest(DETERMINISTIC)} tokens, autograd up to {longest(PLAIN)}.",
+        "",
+        *grid([*SHAPE, *COLUMNS.values(), "`full_csa` GiB", "autograd GiB"], rows),
+    ]
+
+
+def parts(shapes: list[dict[str, Any]]) -> list[str]:
+    """The parts of the step alone; with a peer, the ratio to its parts that do the same."""
+    lines = [
+        "### Parts of the step",
+        "",
+        "ms of each part alone; in brackets the ratio to the peer's parts that do the same. The step with `full_csa` runs the parts marked *;",
+        "what it takes beyond their sum is the host's, for launches and autograd, and shows where the work is small.",
+        "`compressed_only` has attention backward and the teacher alone instead of the backward with the teacher.",
+    ]
+    for there in (True, False):
+        rows = []
         for r in shapes:
-            value = r["pieces"].get(own, {}).get("ms")
-            other = [r["pieces"][p]["ms"] for p in peers if p in r["pieces"]]
-            ratio = f" ({value / sum(other):.2f})" if value is not None and peers and len(other) == len(peers) else ""
-            cells.append(timed(r["pieces"].get(own)) + ratio)
-        parts.append([name, *cells])
-    return [*lines, *grid(["part", *(f"{r['tokens']:,} {r['heads']}x{r['topk']}" for r in shapes)], parts)]
+            pieces = r.get("pieces")
+            if pieces is None or (PEER in r["step"]) != there:
+                continue
+            cells = []
+            for own, peers in PIECES.values():
+                other = [pieces[p]["ms"] for p in peers if p in pieces]
+                ratio = f" ({pieces[own]['ms'] / sum(other):.2f})" if own in pieces and peers and len(other) == len(peers) else ""
+                cells.append(timed(pieces.get(own)) + ratio)
+            step = [pieces[own]["ms"] for name, (own, _) in PIECES.items() if name.endswith("*") and own in pieces]
+            rows.append([*_shape(r), *cells, ms(sum(step))])
+        if rows:
+            lines += ["", *([] if there else ["Without a peer:", ""]), *grid([*SHAPE, *PIECES, "sum of *"], rows)]
+    return lines
 
 
 def training_step(result: dict[str, Any]) -> list[str]:
@@ -131,6 +190,11 @@ def training_step(result: dict[str, Any]) -> list[str]:
     return [*lines, "", f"![Tokens per second and memory](../benchmarks/results/train_step_{result['model']}_{CARD}.png)"]
 
 
+def _named_shape(name: str) -> list[str]:
+    """A shape as the FlashMLA comparison writes it: T=4096 H=64 D=512 K=512."""
+    return [f"{int(part.split('=')[1]):,}" if part.startswith("T=") else part.split("=")[1] for part in name.split()]
+
+
 def flashmla(result: dict[str, Any]) -> list[str]:
     """backend=flashmla beside backend=triton and unfused."""
     lines = ["## FlashMLA", "", origin(result), ""]
@@ -139,13 +203,16 @@ def flashmla(result: dict[str, Any]) -> list[str]:
         record = result.get(stage)
         if isinstance(record, dict):
             names = list(dict.fromkeys(n for shape in record.values() for n, v in shape.items() if isinstance(v, dict) and "ms" in v))
-            lines += [f"{title}:", ""]
-            lines += [*grid(["shape", *names], [[shape, *(timed(values.get(n)) for n in names)] for shape, values in record.items()]), ""]
+            rows = [[*_named_shape(shape), *(timed(values.get(n)) for n in names)] for shape, values in record.items()]
+            lines += [f"{title}:", "", *grid([*SHAPE, *names], rows), ""]
     if isinstance(result.get("layer_step"), dict):
         rows = []
         for shape, backends in result["layer_step"].items():
-            rows += [[shape, name, ms(v.get("ms")), f"{v['peak_gib']:.2f}", f"{v['kl_mean']:.4f}"] for name, v in backends.items()]
-        lines += ["Step of one layer's core:", "", *grid(["shape", "backend", "ms", "GiB", "mean KL"], rows), ""]
+            rows += [[*_named_shape(shape), name, timed(v), f"{v['peak_gib']:.2f}", f"{v['kl_mean']:.4f}"] for name, v in backends.items()]
+        lines += [
+            "Step of one layer's core, ms (unfused: of a single run) and peak GiB above the inputs. FlashMLA runs small heads padded:",
+            *("", *grid([*SHAPE, "backend", "ms", "GiB", "mean KL"], rows), ""),
+        ]
     training = result.get("training", {})
     return lines + (flashmla_training(training) if "common_steps" in training else [])
 
@@ -241,7 +308,7 @@ def render() -> str:
     ]
     for name, section in SECTIONS.items():
         if (RESULTS / f"{name}_{CARD}.json").exists():
-            lines += ["", *section(read(name))]
+            lines += ["", *"\n".join(section(read(name))).rstrip().split("\n")]
     if curve_files():
         lines += ["", *loss_curves([json.loads(path.read_text()) for path in curve_files()])]
     elif (RESULTS / f"loss_curves_{CARD}.json").exists():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,3 +53,40 @@ def test_loss_curves_of_several_models_stand_in_one_section(monkeypatch: pytest.
     assert "| triton | +0.00% ± 10.00% | +0.00% ± 10.00% | +0.00% ± 10.00% | +0.00% ± 10.00% |" in page
     assert "Runs that failed: triton seed 3." in page
     assert "results/loss_curves_nano_nvidia_h200.png)" in page
+
+
+def test_the_core_is_shown_with_the_peer_and_without_it() -> None:
+    ours, peer, plain = tables.OURS, tables.PEER, tables.PLAIN
+
+    def shape(tokens: int, heads: int, dim: int, agrees: dict[str, float | str], **step: float) -> dict[str, Any]:
+        names = {"ours": ours, "peer": peer, "plain": plain}
+        pieces = {own: {"ms": 1.0} for own, _ in tables.PIECES.values()}
+        pieces |= {"peer/scores": {"ms": 1.5}, "peer/top-k": {"ms": 0.5}} if "peer" in step else {}
+        return {
+            "tokens": tokens, "heads": heads, "head_dim": dim, "topk": 1024, "agrees": agrees, "pieces": pieces,
+            "step": {names[n]: {"ms": v, "spread": 0.0} for n, v in step.items()}, "peak_gib": {names[n]: v for n, v in step.items()},
+        }  # fmt: skip
+
+    shapes = [
+        shape(4096, 8, 64, {plain: 0.01}, ours=2.0, plain=12.0),
+        shape(9999, 64, 512, {}, ours=70.0),
+        shape(8192, 64, 512, {peer: 0.071}, ours=5.0),
+        shape(8192, 128, 512, {peer: "OutOfMemoryError: no"}, ours=5.0),
+        shape(4096, 64, 512, {peer: 0.01}, ours=3.0, peer=4.0),
+        {"tokens": 77, "heads": 64, "head_dim": 512, "topk": 512, "failed": "out of memory"},
+    ]
+    record = {"gpu": "card", "torch": "2", "git_sha": "abc", "peer": "FlashMLA", "shapes": shapes}
+    page = "\n".join(tables.core(record))
+    assert "| 4,096 | 64 | 512 | 1,024 | 3.000 | 4.000 | 0.75 | 3.00 | 4.00 | 0.75 |" in page
+    assert "No peer at 8,192 tokens, 64 heads of 512: it differs by 7.1%." in page
+    assert "No peer at 8,192 tokens, 128 heads of 512: OutOfMemoryError: no." in page
+    assert "Not measured: 77 tokens, 64 heads of 512: out of memory." in page
+    assert "does not take, and 9,999 tokens." in page
+    assert "| 4,096 | 8 | 64 | 1,024 | 2.000 | - | - | - | 12.0 | 2.00 | 12.00 |" in page
+    assert page.index("| 4,096 | 64 | 512 | 1,024 | 3.000 | - |") < page.index("| 8,192 | 64 | 512 | 1,024 | 5.000 | - |")
+    with_ratios, without = page.split("Without a peer:")
+    assert "| 4,096 | 64 | 512 | 1,024 | 1.000 (0.50) | 1.000 |" in with_ratios
+    assert "| 4,096 | 8 | 64 | 1,024 | 1.000 | 1.000 |" in without
+    assert without.count("| 4.000 |") == 4  # the parts of the step with full_csa are four, in each shape
+    record["shapes"] = shapes[:1]
+    assert "No peer: FlashMLA." in "\n".join(tables.core(record))

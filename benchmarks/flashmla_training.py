@@ -83,27 +83,25 @@ def training(flashmla: Mapping[str, Backend], steps: int, seconds: float) -> Ite
     courses: dict[str, Course] = {}
     for name, backend in backends.items():
         torch.cuda.reset_peak_memory_stats()
-        for courses[name] in follow(train_step(backend), steps, seconds):
-            records[name] = courses[name].record() | {"peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+        step, peak_bytes = train_step(backend)
+        for courses[name] in follow(step, steps, seconds):
+            records[name] = courses[name].record() | {"peak_gib": peak_bytes() / 2**30}
             yield results
+        del step, peak_bytes  # and the graph's memory
         torch.cuda.empty_cache()
     yield results | over_common_steps(courses)
 
 
-def train_step(backend: Backend) -> Step:
-    """A new decoder; the function runs step number n on batch n and returns (seconds, LM loss, indexer KL)."""
-    from csa_model.attention import AttentionMode
-    from csa_model.config import OptimizerConfig
+def train_step(backend: Backend) -> tuple[Step, Callable[[], int]]:
+    """A new decoder: the function that runs step number n on batch n and returns (seconds, LM loss, indexer KL), and one for the peak memory.
+
+    With a backend that can be captured forward and backward are a CUDA graph, as in training.
+    """
+    from benchmarks.decoder_training import DecoderTraining
     from csa_model.data.packing import pack
-    from csa_model.decoder import Decoder
-    from csa_model.losses import total_loss
-    from csa_model.optimizers import build_optimizer
 
     config = small_flash_experiment()
-    torch.manual_seed(1)
-    mode = AttentionMode("sparse", "sparse", "full_csa")
-    decoder = Decoder(config.model, backend, device_type=DEVICE, dtype=DTYPE, mode=mode).to(DEVICE)
-    optimizer = build_optimizer(decoder, OptimizerConfig(lr=1e-3))
+    training = DecoderTraining(config, backend, DEVICE, seed=1, max_norm=1.0)
     text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:120])
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).numpy()
 
@@ -116,19 +114,13 @@ def train_step(backend: Backend) -> Step:
         batch = pack(pieces, ROW, {r for r in config.model.compress_ratios if r > 0}).to(DEVICE)
         torch.cuda.synchronize()
         at = time.perf_counter()
-        with torch.autocast(DEVICE, DTYPE):
-            output = decoder(batch.tokens, batch.layout, mode, batch.targets)
-            terms = total_loss(output, batch, decoder, config)
-        terms.total.backward()
-        torch.nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        terms = training.step(batch)
         torch.cuda.synchronize()
         seconds = time.perf_counter() - at
         means = terms.means(batch.step, config)
         return seconds, means["train/lm_loss"].item(), means["indexer/kl"].item()
 
-    return step
+    return step, training.peak_bytes
 
 
 def small_flash_experiment() -> Any:
@@ -147,7 +139,7 @@ def small_flash_experiment() -> Any:
         return result
 
     config = from_mapping({"model": merged("small_flash")})
-    return replace(config, teacher=replace(config.teacher, name="full_csa"))
+    return replace(config, teacher=replace(config.teacher, name="full_csa"), optimizer=replace(config.optimizer, lr=1e-3))
 
 
 def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

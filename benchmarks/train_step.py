@@ -40,7 +40,8 @@ from kernels.backend import RowOperations
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 LENGTHS = (2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
-PATHS = ("unfused", "triton", "triton-plain", "dense")
+PLAIN = "-plain"  # this path launches every kernel by itself
+PATHS = ("unfused", "triton", "triton" + PLAIN, "dense")
 # What a kernel's name says about the part of the step it belongs to; the first match counts.
 PARTS = {
     "hyper-connections": (
@@ -124,7 +125,7 @@ def load_config(model: str, path: str, tokens: int, device: str) -> Any:
     gpu = device == "cuda"
     overrides = [
         f"model={model}",
-        f"backend={'unfused' if path == 'dense' else path.removesuffix('-plain')}",
+        f"backend={'unfused' if path == 'dense' else path.removesuffix(PLAIN)}",
         f"trainer={'gpu' if gpu else 'cpu'}",
         f"data.sequence_length={tokens}",
         f"data.tokens_per_batch={tokens}",
@@ -140,51 +141,17 @@ def load_config(model: str, path: str, tokens: int, device: str) -> Any:
     return config
 
 
-class TrainingStep:
-    """One training step of a path, the same row again at every call."""
+def build_step(model: str, path: str, tokens: int, device: str) -> tuple[Any, Callable[[], Tensor]]:
+    """The DecoderTraining of a path, and the function that takes one step of it, on the same row at every call, and returns the loss."""
+    from benchmarks.decoder_training import DecoderTraining
+    from csa_model.data.packing import pack
 
-    def __init__(self, model: str, path: str, tokens: int, device: str) -> None:
-        from csa_model.data.packing import pack
-        from csa_model.decoder import AttentionMode, Decoder
-        from csa_model.optimizers import build_optimizer
-        from csa_model.training_graph import TrainingGraph
-
-        self.config = load_config(model, path, tokens, device)
-        torch.manual_seed(0)
-        self.device, self.on_gpu = device, device == "cuda"
-        dtype = torch.bfloat16 if self.on_gpu else torch.float32
-        self.mode = AttentionMode.from_config(self.config.stage, self.config.teacher.name)
-        backend = DenseTwin() if path == "dense" else get_backend(path.removesuffix("-plain"))
-        self.decoder = Decoder(self.config.model, backend, device_type=device, dtype=dtype, mode=self.mode).to(device)
-        self.optimizer = build_optimizer(self.decoder, self.config.optimizer)
-        ids = np.random.default_rng(0).integers(0, self.config.model.vocab_size, tokens)
-        self.batch = pack([ids], tokens, sorted({r for r in self.config.model.compress_ratios if r})).to(device)
-        graphed = self.on_gpu and backend.capturable() and not path.endswith("-plain")
-        self.graph = TrainingGraph(self._losses, list(self.decoder.parameters()), tokens) if graphed else None
-
-    def _losses(self, batch: Any, divisors: Any) -> tuple[Any, Any]:
-        from csa_model.losses import total_loss
-
-        next_tokens = batch.targets if self.config.model.mtp.enabled else None
-        output = self.decoder(batch.tokens, batch.layout, self.mode, next_tokens=next_tokens)
-        return total_loss(output, batch, self.decoder, self.config, divisors=divisors), output.router
-
-    def __call__(self) -> Tensor:
-        """The loss, detached."""
-        self.optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.on_gpu):
-            if self.graph is None:
-                terms, _ = self._losses(self.batch, self.batch.step.divisors())
-            else:
-                result = self.graph.run(self.batch)
-                terms = result.terms
-        if self.graph is None:
-            terms.total.backward()
-        else:
-            for p, gradient in zip(self.graph.parameters, result.gradients, strict=True):
-                p.grad = gradient
-        self.optimizer.step()
-        return terms.total.detach()
+    config = load_config(model, path, tokens, device)
+    backend = DenseTwin() if path == "dense" else get_backend(path.removesuffix(PLAIN))
+    training = DecoderTraining(config, backend, device, graph=not path.endswith(PLAIN))
+    ids = np.random.default_rng(0).integers(0, config.model.vocab_size, tokens)
+    batch = pack([ids], tokens, sorted({r for r in config.model.compress_ratios if r})).to(device)
+    return training, lambda: training.step(batch).total.detach()
 
 
 def time_step(step: Callable[[], Tensor], device: str, repeats: int, at_most: float = 3.0) -> list[float]:
@@ -244,15 +211,14 @@ def measure_point(model: str, path: str, tokens: int, device: str, repeats: int,
     """One point of the table; an out-of-memory error is a result too."""
     record: dict[str, Any] = {"path": path, "tokens": tokens}
     try:
-        step = TrainingStep(model, path, tokens, device)
+        training, step = build_step(model, path, tokens, device)
         record["loss"] = step().item()
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         seconds = time_step(step, device, repeats)
         record |= {"step_ms": median(seconds) * 1e3, "tokens_per_second": tokens / median(seconds), "slowest_ms": max(seconds) * 1e3}
         if device == "cuda":
-            hidden = step.graph.hidden_bytes if step.graph is not None else 0
-            record["peak_gib"] = (torch.cuda.max_memory_allocated() + hidden) / 2**30
+            record["peak_gib"] = training.peak_bytes() / 2**30
             if with_profile:
                 record["profile"] = profile_step(step)
                 record["gpu_busy"] = record["profile"]["gpu_ms"] / record["step_ms"]
@@ -337,7 +303,7 @@ def main() -> int:
         return 2
     if args.point:
         path, tokens = args.point.split("@")
-        for module in ("csa_model.decoder", "csa_model.losses", "csa_model.optimizers", "hydra"):  # what takes long and needs no GPU
+        for module in ("benchmarks.decoder_training", "csa_model.data.packing", "hydra"):  # what takes long and needs no GPU
             importlib.import_module(module)
         if args.wait and not sys.stdin.readline():
             return 1  # whoever started this is gone: without it, all that wait would measure at once

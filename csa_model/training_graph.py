@@ -128,6 +128,7 @@ class TrainingGraph:
             result = self._step(room)
         torch.clear_autocast_cache()
         self.hidden_bytes = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)  # from now on the peak is that of the rest, beside the graph's memory
         return graph, result
 
 

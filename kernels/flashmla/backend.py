@@ -110,6 +110,10 @@ class FlashMLABackend(Backend):
             "row operations": base.get("row operations", "PyTorch"),
         }
 
+    def capturable(self) -> bool:
+        """See `Backend.capturable`: FlashMLA's op and both backwards have been captured and replayed."""
+        return True
+
     def row_operations(self) -> RowOperations | None:
         """See `Backend.row_operations`: those of the Triton kernels."""
         return self._load().base.row_operations()

@@ -84,10 +84,23 @@ def backward_alone(flashmla: Mapping[str, Backend], steps: int, seconds: float) 
         yield results
 
 
+def captured(function: Callable[[], Any]) -> Callable[[], None]:
+    """The work of `function` as a CUDA graph, as training runs it: its time is the GPU's, without the launches of the host."""
+    for _ in range(2):
+        function()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
 def layer_step(flashmla: Mapping[str, Backend], steps: int, seconds: float) -> Iterator[dict[str, Any]]:
-    """Step of one CSA layer's core (selection, attention, teacher, KL, all gradients): ms, peak GiB above the inputs, mean KL."""
+    """Step of one CSA layer's core (selection, attention, teacher, KL, all gradients): ms, peak GiB above the inputs, mean KL.
+
+    `captured_ms`: the same step replayed as a CUDA graph.
+    """
     results = {}
-    for tokens, heads, dim in ((4_096, 64, 512), (16_384, 64, 512), (4_096, SMALL[1], SMALL[0])):
+    for tokens, heads, dim in ((4_096, 64, 512), (16_384, 64, 512), (4_096, SMALL[1], SMALL[0]), (16_384, SMALL[1], SMALL[0])):
         x = layer(tokens, heads, dim)
         backends = {f"flashmla, {name} backward": backend for name, backend in flashmla.items()} | {"triton": get_backend("triton")}
         functions = {name: _core_step(backend, x) for name, backend in backends.items()}
@@ -96,8 +109,13 @@ def layer_step(flashmla: Mapping[str, Backend], steps: int, seconds: float) -> I
         record = {}
         for name, function in functions.items():
             record[name] = {"kl_mean": float(function()), "peak_gib": peak_gib(function)}
-        for name, times in measure({name: f for name, f in functions.items() if name != "unfused"}).items():
+        fused = {name: f for name, f in functions.items() if name != "unfused"}
+        for name, times in measure(fused).items():
             record[name] |= times
+        graphs = {name: captured(f) for name, f in fused.items()}
+        for name, times in measure(graphs).items():
+            record[name] |= {"captured_ms": times["ms"], "captured_spread": times["spread"]}
+        del graphs
         if "unfused" in functions:
             torch.cuda.synchronize()
             began = time.perf_counter()

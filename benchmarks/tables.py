@@ -21,7 +21,7 @@ COLUMNS = {
     PLAIN: "PyTorch autograd",
 }
 CURVES = {"train/lm_loss": "LM loss", "indexer/kl": "indexer KL", "val/loss": "validation loss"}
-TRAINING_PATHS = ("triton", "dense", "unfused")
+TRAINING_PATHS = ("triton", "dense", "triton-plain", "unfused")
 PIECES = {  # column -> (ours, the peer's parts that do the same); *: part of the step with full_csa
     "index scores + top-k": ("ours/scores + top-k", ("peer/scores", "peer/top-k")),
     "the same, scores kept for the loss *": ("ours/scores + top-k, scores kept", ()),
@@ -169,22 +169,37 @@ def training_step(result: dict[str, Any]) -> list[str]:
     """Tokens per second of whole training steps."""
     lines = ["## Whole training steps", "", origin(result), ""]
     lines += [
-        f"model={result['model']}, one document per row, bf16; `dense`: the same decoder with scaled_dot_product_attention over all tokens.",
+        f"model={result['model']}, one document per row, bf16, forward, losses, backward and optimizer. `dense`: the same decoder with",
+        "scaled_dot_product_attention over all tokens. `triton` and `dense` run as CUDA graphs, as training does, `triton-plain` and",
+        "`unfused` do not.",
         "",
     ]
     points = {(p["path"], p["tokens"]): p for p in result["points"]}
-    rows = []
-    for tokens in sorted({t for _, t in points}):
-        row = [f"{tokens:,}"]
-        for path in TRAINING_PATHS:
-            p = points.get((path, tokens), {})
-            row.append(f"{p['tokens_per_second']:,.0f}" if "tokens_per_second" in p else "-")
-            row.append(ms(p["profile"]["gpu_ms"]) + f" of {ms(p['step_ms'])}" if "profile" in p else "-")
-            row.append(f"{p['peak_gib']:.1f}" if "peak_gib" in p else "-")
-        rows.append(row)
-    head = ["tokens", *(f"{path} {what}" for path in TRAINING_PATHS for what in ("tokens/s", "GPU ms of the step", "GiB"))]
-    lines += [*grid(head, rows), ""]
-    lines += ["Where the GPU works for a small part of the step, the host decides: its launches and its Python, not the attention.", ""]
+    lengths, paths = sorted({t for _, t in points}), [path for path in TRAINING_PATHS if any(p == path for p, _ in points)]
+
+    def cell(path: str, tokens: int, field: str, form: str, scale: float = 1.0) -> str:
+        value = points.get((path, tokens), {}).get(field)
+        return "-" if value is None else f"{value * scale:{form}}"
+
+    speed = []
+    for tokens in lengths:
+        ours, twin = (points.get((path, tokens), {}).get("tokens_per_second") for path in ("triton", "dense"))
+        ratio = f"{ours / twin:.2f}" if ours and twin else "-"
+        speed.append([f"{tokens:,}", *(cell(path, tokens, "tokens_per_second", ",.0f") for path in paths), ratio])
+    lines += ["Tokens per second:", "", *grid(["tokens", *paths, "triton / dense"], speed), ""]
+    memory = [[f"{t:,}", *(cell(p, t, "peak_gib", ".1f") for p in paths), *(cell(p, t, "gpu_busy", ".0f", 100) for p in paths)] for t in lengths]
+    lines += [
+        "Peak memory in GiB, with what a CUDA graph keeps for itself, and the share of the step in which the GPU works, in percent:",
+        *("", *grid(["tokens", *(f"{path} GiB" for path in paths), *(f"{path} busy %" for path in paths)], memory), ""),
+    ]
+    spent = {t: points["triton", t]["profile"]["parts_ms"] for t in lengths if "profile" in points.get(("triton", t), {})}
+    names = list(dict.fromkeys(name for parts in spent.values() for name in parts))
+    lines += ["What the GPU does in a step of `triton`, ms:", ""]
+    lines += [
+        *grid(["part", *(f"{t:,}" for t in spent)], [[name, *(f"{parts.get(name, 0.0):.1f}" for parts in spent.values())] for name in names]),
+        "",
+    ]
+    lines += [f"{points[p, t]['failed']}: {p}, {t:,} tokens." for p, t in points if "failed" in points[p, t]]
     crossing = result.get("crossover_tokens", {}).get("triton")
     lines.append(f"Faster than the dense twin from {crossing:,} tokens on." if crossing else "Not faster than the dense twin at any measured length.")
     return [*lines, "", f"![Tokens per second and memory](../benchmarks/results/train_step_{result['model']}_{CARD}.png)"]
@@ -208,10 +223,13 @@ def flashmla(result: dict[str, Any]) -> list[str]:
     if isinstance(result.get("layer_step"), dict):
         rows = []
         for shape, backends in result["layer_step"].items():
-            rows += [[*_named_shape(shape), name, timed(v), f"{v['peak_gib']:.2f}", f"{v['kl_mean']:.4f}"] for name, v in backends.items()]
+            for name, v in backends.items():
+                graph = ms(v["captured_ms"], v["captured_spread"]) if "captured_ms" in v else "-"
+                rows.append([*_named_shape(shape), name, timed(v), graph, f"{v['peak_gib']:.2f}", f"{v['kl_mean']:.4f}"])
         lines += [
-            "Step of one layer's core, ms (unfused: of a single run) and peak GiB above the inputs. FlashMLA runs small heads padded:",
-            *("", *grid([*SHAPE, "backend", "ms", "GiB", "mean KL"], rows), ""),
+            "Step of one layer's core, ms (unfused: of a single run) and peak GiB above the inputs. FlashMLA runs small heads padded.",
+            "As a CUDA graph, the form in which training runs it, the step is without what the host needs for launches:",
+            *("", *grid([*SHAPE, "backend", "ms", "ms as a graph", "GiB", "mean KL"], rows), ""),
         ]
     training = result.get("training", {})
     return lines + (flashmla_training(training) if "common_steps" in training else [])

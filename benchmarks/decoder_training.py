@@ -38,7 +38,7 @@ class DecoderTraining:
         self.optimizer = build_optimizer(self.decoder, config.optimizer)
         self.parameters: list[nn.Parameter] = list(self.decoder.parameters())
         captured = graph and self.on_gpu and backend.capturable()
-        self.graph = TrainingGraph(self._losses, self.parameters, config.data.sequence_length) if captured else None
+        self.graph = TrainingGraph(self._losses, self.decoder, config.data.sequence_length) if captured else None
 
     def step(self, batch: PackedBatch) -> LossTerms:
         """One optimizer step on a row; its losses belong to the next step as soon as that begins."""

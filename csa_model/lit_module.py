@@ -53,7 +53,7 @@ class CSALitModule(L.LightningModule):
         self._guards = {name: FiniteGuard() for name in ("train/grad_norm", "indexer/grad_norm")}
         on_graph, self.graph_choice = choose_graph(self.config, backend, device_type(self.config))
         longest = self.config.data.sequence_length
-        self.graph = TrainingGraph(self._losses, [p for _, p in trained], longest) if on_graph else None
+        self.graph = TrainingGraph(self._losses, self.decoder, longest) if on_graph else None
         self._micro_batches: list[tuple[LossTerms, PackedBatch]] = []
         self._gradients: list[Tensor | None] = []
         self._router_counts: dict[int, tuple[Any, Tensor]] = {}

@@ -71,15 +71,19 @@ class TrainingGraph:
 
     Args:
         compute: the forward and the losses of a batch whose layout is a StaticLayout, and whose loss is `terms.total`. It may wait for nothing.
-        parameters: what is differentiated; gradients come in this order, in tensors that the next micro-batch overwrites.
+        module: what `compute` runs. Its parameters that require a gradient are differentiated, in the order of `parameters`; the gradients lie in
+            tensors that the next micro-batch overwrites.
         longest: tokens of the longest document that is expected.
 
-    A row with other sizes than those before (tokens, more or longer documents than there is room for) makes new tensors and another graph. An error
-    while a graph is captured, such as too little memory, passes through.
+    A row with other sizes than those before (tokens, more or longer documents than there is room for) makes new tensors and another graph; so does a
+    module whose tensors have moved, as after a second `Trainer.fit`, or that freezes others. An error while a graph is captured, such as too little
+    memory, passes through.
     """
 
-    def __init__(self, compute: Compute, parameters: Sequence[nn.Parameter], longest: int) -> None:
-        self.compute, self.parameters, self.longest = compute, list(parameters), longest
+    def __init__(self, compute: Compute, module: nn.Module, longest: int) -> None:
+        self.compute, self.module, self.longest = compute, module, longest
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        self._tensors: tuple[tuple[int, bool], ...] = ()
         self._room: _Room | None = None
         self._captured: tuple[torch.cuda.CUDAGraph, MicroStep] | None = None
         self._plain_steps = 0
@@ -87,8 +91,10 @@ class TrainingGraph:
 
     def run(self, batch: PackedBatch) -> MicroStep:
         """One micro-batch on the device of `batch`. The result belongs to the graph: read or copy it before the next call."""
-        if self._room is None or not self._room.layout.holds(batch.layout):
-            self._room = self._room_for(batch)
+        tensors = tuple((t.data_ptr(), t.requires_grad) for t in (*self.module.parameters(), *self.module.buffers()))
+        if self._room is None or not self._room.layout.holds(batch.layout) or tensors != self._tensors:
+            self.parameters = [p for p in self.module.parameters() if p.requires_grad]
+            self._room, self._tensors = self._room_for(batch), tensors
         self._room.load(batch)
         if self._captured is None and self._plain_steps < PLAIN_STEPS:
             self._plain_steps += 1

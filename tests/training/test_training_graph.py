@@ -99,7 +99,7 @@ def test_a_row_without_room_makes_new_room() -> None:
     config = make_config(cuda_graph="always")
     module = make_module(config)
     module.trainer = make_trainer(config)
-    graph = TrainingGraph(module._losses, [p for p in module.parameters() if p.requires_grad], longest=10)
+    graph = TrainingGraph(module._losses, module.decoder, longest=10)
     few, many, long = make_rows([[9, 9], [1] * 100, [120]], num_tokens=128)
     for row, documents, longest in ((few, 64, 10), (many, 256, 10), (few, 256, 10), (long, 256, 120)):
         graph.run(row)
@@ -108,6 +108,27 @@ def test_a_row_without_room_makes_new_room() -> None:
     (other,) = make_rows([[30]], num_tokens=32)
     graph.run(other)
     assert graph._room.layout.num_tokens == 32
+
+
+@pytest.mark.usefixtures("plain_graph")
+def test_a_module_whose_tensors_moved_or_froze_makes_new_room() -> None:
+    module = make_module(make_config(cuda_graph="always"))
+    module.trainer = make_trainer(make_config())
+    graph = TrainingGraph(module._losses, module.decoder, longest=48)
+    (row,) = make_rows([[40, 7]])
+    graph.run(row)
+    before = graph._room
+    graph.run(row)
+    assert graph._room is before
+    bias = next(module.decoder.buffers())
+    bias.data = bias.data.clone()
+    graph.run(row)
+    assert graph._room is not before
+    before = graph._room
+    module.decoder.embed.requires_grad_(False)
+    result = graph.run(row)
+    assert graph._room is not before
+    assert len(result.gradients) == sum(p.requires_grad for p in module.decoder.parameters())
 
 
 def test_a_copy_shares_no_tensor() -> None:
@@ -229,4 +250,22 @@ def test_a_row_with_more_documents_is_captured_anew(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(training_graph, "PLAIN_STEPS", 10**9)
     plain, _ = _gpu_fit("always", StageConfig(), "full_csa", 1, {}, rows)
     for (name, a), (_, b) in zip(captured.decoder.named_parameters(), plain.decoder.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.usefixtures("deterministic")
+def test_a_second_fit_of_the_same_module_does_not_read_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = []
+    for plain_steps in (2, 10**9):
+        monkeypatch.setattr(training_graph, "PLAIN_STEPS", plain_steps)
+        module, _ = _gpu_fit("always", StageConfig(), "full_csa", 1, {})
+        module.cpu()
+        hold = torch.empty(2**22, device="cuda")  # takes the memory that the parameters were in
+        trainer = make_trainer(module.config, accelerator="gpu", deterministic=True)
+        trainer.fit(module, loader(make_rows(GPU_ROWS, seed=1)))
+        del hold
+        modules.append(module)
+    for (name, a), (_, b) in zip(*(m.decoder.named_parameters() for m in modules), strict=True):
         assert torch.equal(a, b), name

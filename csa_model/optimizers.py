@@ -25,32 +25,63 @@ _ALGORITHMS = ("muon", "adamw")
 Shape = tuple[int, int]
 
 
+@torch.no_grad()
 def orthogonalize(matrices: Tensor, coefficients: Sequence[tuple[float, float, float]] = NEWTON_SCHULZ_COEFFICIENTS, eps: float = 1e-30) -> Tensor:
-    """Nearest semi-orthogonal matrix of each matrix of a stack, by Newton-Schulz iterations.
+    """Nearest semi-orthogonal matrix of each matrix of a stack, by Newton-Schulz iterations; not differentiable.
 
     Args:
         matrices: [B, n, m], each orthogonalised by itself. The dtype of the iteration is that of the input.
-        coefficients: (a, b, c) per step of X <- aX + b(XX^T)X + c(XX^T)^2 X.
+        coefficients: (a, b, c) per step of X <- aX + b(XX^T)X + c(XX^T)^2 X, c not 0.
         eps: floor of the Frobenius norm; an all-zero matrix stays zero.
     """
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
     # The norm in fp32 at least: squares of small bf16 gradients would lose their low bits.
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
-    x = (x / norm.clamp(min=eps)).to(matrices.dtype)
+    x = torch.div(x, norm.clamp(min=eps), out=torch.empty_like(x))  # rounded once, without a copy in fp32
     for a, b, c in coefficients:
+        # aI + bG + cG^2 as c (G + b/2c I)^2 + (a - b^2/4c) I: with beta other than 0, baddbmm would copy its input first, and this touches diagonals.
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        gram.diagonal(dim1=-2, dim2=-1).add_(b / (2 * c))
+        polynomial = torch.baddbmm(gram, gram, gram, beta=0, alpha=c)
+        polynomial.diagonal(dim1=-2, dim2=-1).add_(a - b * b / (4 * c))
+        x = polynomial @ x
     return x.mT if tall else x
 
 
 @dataclass(frozen=True)
-class _Stack:
-    """Matrices [k, n, m] of one parameter and their update."""
+class _Member:
+    """A Muon parameter, the options of its group, and how many matrices it holds."""
 
-    target: Tensor
-    update: Tensor
-    lr: float
+    parameter: Tensor
+    group: dict[str, Any]
+    matrices: int
+
+
+def _gradients(params: Iterable[Tensor]) -> list[Tensor]:
+    """Gradients with the strides of their parameters: the fused kernels walk through the memory of both alike."""
+    grads = [(p, p.grad) for p in params if p.grad is not None]
+    return [g if g.stride() == p.stride() else torch.empty_like(p).copy_(g) for p, g in grads]
+
+
+def _nesterov(updates: list[Tensor], grads: list[Tensor], buffers: list[Tensor], momentum: float) -> None:
+    """buffers <- momentum * buffers + grads, then updates <- grads + momentum * buffers, in one pass over memory.
+
+    Args:
+        updates: zeros, from which the fused kernel takes -1 times the step.
+    """
+    if momentum == 0:  # which the fused kernel refuses
+        torch._foreach_copy_(buffers, grads)
+        torch._foreach_copy_(updates, grads)
+        return
+    options: dict[str, Any] = {"dampening": 0.0, "nesterov": True, "maximize": False, "is_first_step": False}
+    torch._fused_sgd_(updates, grads, buffers, weight_decay=0.0, momentum=momentum, lr=-1.0, **options)
+
+
+def _decay_and_add(params: list[Tensor], updates: list[Tensor], decay: float, scale: float) -> None:
+    """params <- params - scale * (updates + decay * params), in one pass over memory."""
+    options: dict[str, Any] = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "maximize": False, "is_first_step": False}
+    torch._fused_sgd_(params, updates, [], weight_decay=decay, lr=scale, **options)
 
 
 def padded_elements(device: torch.device) -> int:
@@ -97,7 +128,8 @@ class MuonAdamW(torch.optim.Optimizer):
     shape, of whatever parameter, are iterated as one batch, in bfloat16 on CUDA and in the parameter's dtype elsewhere; on CUDA small ones join a
     batch of larger ones.
 
-    Raises ValueError for an unknown algorithm, a Muon parameter that is no matrix, or a sharded parameter (orthogonalisation needs whole matrices).
+    Raises ValueError for an unknown algorithm, a Muon parameter that is no matrix, a parameter that is not contiguous, a sharded parameter
+    (orthogonalisation needs whole matrices), or `update_rms` that is not positive.
     """
 
     def __init__(
@@ -108,6 +140,8 @@ class MuonAdamW(torch.optim.Optimizer):
         coefficients: Sequence[tuple[float, float, float]] = NEWTON_SCHULZ_COEFFICIENTS,
         newton_schulz_dtype: torch.dtype | None = None,
     ) -> None:
+        if not update_rms > 0:
+            raise ValueError(f"update_rms={update_rms} is not legal; it must be above 0")
         self.update_rms = update_rms
         self.coefficients = tuple(coefficients)
         self.newton_schulz_dtype = newton_schulz_dtype
@@ -125,6 +159,8 @@ class MuonAdamW(torch.optim.Optimizer):
         for p, blocks in zip(group["params"], group["matrices"], strict=True):
             if hasattr(p, "placements"):  # a DTensor, without importing torch.distributed.tensor for everybody else
                 raise ValueError(f"parameter group {name!r} holds a sharded parameter; MuonAdamW needs whole matrices: use trainer=ddp")
+            if not p.is_contiguous():
+                raise ValueError(f"parameter group {name!r} holds a parameter {tuple(p.shape)} that is not contiguous, with strides {p.stride()}")
             if algorithm == "muon" and (p.ndim not in (2, 3) or p.shape[0] % blocks or (p.ndim == 3 and blocks != 1)):
                 shape = f"{tuple(p.shape)} in {blocks} block(s)"
                 raise ValueError(f"parameter group {name!r}: Muon takes [n, m] or [E, n, m], got {shape}; use algorithm='adamw'")
@@ -147,73 +183,87 @@ class MuonAdamW(torch.optim.Optimizer):
         return loss
 
     def _step_muon(self, groups: list[dict[str, Any]]) -> None:
-        stacks: dict[tuple[torch.device, torch.dtype], dict[Shape, list[_Stack]]] = defaultdict(lambda: defaultdict(list))
+        places: dict[tuple[torch.device, torch.dtype], dict[Shape, list[_Member]]] = defaultdict(lambda: defaultdict(list))
         for group in groups:
-            pairs = [(p, b) for p, b in zip(group["params"], group["matrices"], strict=True) if p.grad is not None]
-            if not pairs:
-                continue
-            params = [p for p, _ in pairs]
-            grads = [p.grad for p in params]
-            for p in params:
+            for p, blocks in zip(group["params"], group["matrices"], strict=True):
+                if p.grad is None:
+                    continue
                 if "momentum_buffer" not in self.state[p]:
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-            buffers = [self.state[p]["momentum_buffer"] for p in params]
-            torch._foreach_mul_(buffers, group["momentum"])
-            torch._foreach_add_(buffers, grads)
-            updates = torch._foreach_add(grads, buffers, alpha=group["momentum"])  # Nesterov
-            torch._foreach_mul_(params, 1.0 - group["lr"] * group["weight_decay"])
-            for (p, blocks), update in zip(pairs, updates, strict=True):
-                target, update = (t if t.ndim == 3 else t.view(blocks, -1, t.shape[1]) for t in (p, update))
-                stacks[p.device, p.dtype][target.shape[1], target.shape[2]].append(_Stack(target, update, group["lr"]))
-        for (device, dtype), of_shape in stacks.items():
+                matrices = p.shape[0] if p.ndim == 3 else blocks
+                shape = (p.shape[-2] if p.ndim == 3 else p.shape[0] // blocks, p.shape[-1])
+                places[p.device, p.dtype][shape].append(_Member(p, group, matrices))
+        for (device, dtype), of_shape in places.items():
+            counts = {shape: sum(member.matrices for member in members) for shape, members in of_shape.items()}
+            # The updates of one shape lie one after the other, so that one launch packs them into a batch and another unpacks them.
+            sizes = [counts[shape] * math.prod(shape) for shape in counts]
+            blocks = torch.zeros(sum(sizes), dtype=dtype, device=device).split(sizes)
+            updates = {shape: block.view(counts[shape], *shape) for shape, block in zip(counts, blocks, strict=True)}
+            parts = {shape: _parts(updates[shape], members) for shape, members in of_shape.items()}
+            self._gather_momentum([pair for shape, members in of_shape.items() for pair in zip(members, parts[shape], strict=True)])
             work = self.newton_schulz_dtype or (torch.bfloat16 if device.type == "cuda" else dtype)
-            counts = {shape: sum(len(s.update) for s in members) for shape, members in of_shape.items()}
             together = batches(counts, padded_elements(device))
             # the longest first: the host launches the others while the device is at it
             for size in sorted(together, key=lambda s: -s[0] * math.prod(s) * sum(counts[shape] for shape in together[s])):
-                shapes = together[size]
-                self._step_batch(size, {shape: of_shape[shape] for shape in shapes}, work, device)
+                _orthogonalize_together(size, {shape: updates[shape] for shape in together[size]}, work, self.coefficients)
+            for shape, members in of_shape.items():
+                self._apply(shape, members, parts[shape])
 
-    def _step_batch(self, size: Shape, of_shape: dict[Shape, list[_Stack]], work: torch.dtype, device: torch.device) -> None:
-        """One orthogonalisation of everything in `of_shape`, each matrix in the corner of one of `size`. Every loop is a few launches per shape."""
-        counts = [sum(len(s.update) for s in members) for members in of_shape.values()]
-        padded = any(sorted(shape) != list(size) for shape in of_shape)
-        batch = (torch.zeros if padded else torch.empty)(sum(counts), *size, dtype=work, device=device)
-        for (shape, members), slot in zip(of_shape.items(), batch.split(counts), strict=True):
-            corner = _corner(slot, shape)
-            packed = corner if corner.is_contiguous() else torch.empty(corner.shape, dtype=work, device=device)
-            torch._foreach_copy_(packed.split([len(s.update) for s in members]), [s.update for s in members])
-            if packed is not corner:
-                corner.copy_(packed)
-        for (shape, members), slot in zip(of_shape.items(), orthogonalize(batch, self.coefficients).split(counts), strict=True):
-            directions = _corner(slot, shape).contiguous().split([len(s.update) for s in members])
-            torch._foreach_copy_([s.update for s in members], directions)  # back to the parameters' dtype
-            for lr in {s.lr for s in members}:
-                chosen = [s for s in members if s.lr == lr]
-                scale = -lr * self.update_rms * math.sqrt(max(shape))
-                torch._foreach_add_([s.target for s in chosen], [s.update for s in chosen], alpha=scale)
+    def _gather_momentum(self, pairs: list[tuple[_Member, Tensor]]) -> None:
+        """Momentum and updates of parameters of one device and dtype, each with its update, which is zero before."""
+        for momentum in {member.group["momentum"] for member, _ in pairs}:
+            chosen = [(member.parameter, update) for member, update in pairs if member.group["momentum"] == momentum]
+            params = [p for p, _ in chosen]
+            _nesterov([update for _, update in chosen], _gradients(params), [self.state[p]["momentum_buffer"] for p in params], momentum)
+
+    def _apply(self, shape: Shape, members: list[_Member], updates: list[Tensor]) -> None:
+        """Decay and orthogonalised update of the parameters whose matrices have one shape."""
+        rms = self.update_rms * math.sqrt(max(shape))
+        for lr, decay in {(member.group["lr"], member.group["weight_decay"]) for member in members}:
+            chosen = [
+                (member.parameter, update)
+                for member, update in zip(members, updates, strict=True)
+                if (member.group["lr"], member.group["weight_decay"]) == (lr, decay)
+            ]
+            _decay_and_add([p for p, _ in chosen], [update for _, update in chosen], decay / rms, lr * rms)
 
     def _step_adamw(self, group: dict[str, Any]) -> None:
-        params = [p for p in group["params"] if p.grad is not None]
-        if not params:
-            return
-        states = [self.state[p] for p in params]
-        for p, state in zip(params, states, strict=True):
+        alike: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = defaultdict(list)
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            state = self.state[p]
             if not state:
                 # A host integer: a step kept on the device would have to be read back in every update.
                 state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
             state["step"] += 1
-        grads = [p.grad for p in params]
-        means, squares = [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
-        (beta1, beta2), lr = group["betas"], group["lr"]
-        torch._foreach_mul_(params, 1.0 - lr * group["weight_decay"])
-        torch._foreach_lerp_(means, grads, 1.0 - beta1)
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, grads, grads, 1.0 - beta2)
-        denominators = torch._foreach_sqrt(squares)
-        torch._foreach_div_(denominators, [math.sqrt(1.0 - beta2 ** s["step"]) for s in states])
-        torch._foreach_add_(denominators, group["eps"])
-        torch._foreach_addcdiv_(params, means, denominators, [-lr / (1.0 - beta1 ** s["step"]) for s in states])
+            alike[p.device, p.dtype, state["step"]].append(p)
+        beta1, beta2 = group["betas"]
+        options = {"lr": group["lr"], "beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"], "eps": group["eps"]}
+        for (device, _, step), params in alike.items():
+            means, squares = ([self.state[p][key] for p in params] for key in ("exp_avg", "exp_avg_sq"))
+            steps = [torch.full((), step, dtype=torch.float32, device=device)] * len(params)  # filled by a kernel: the host waits for nothing
+            torch._fused_adamw_(params, _gradients(params), means, squares, [], steps, amsgrad=False, maximize=False, **options)
+
+
+def _parts(updates: Tensor, members: list[_Member]) -> list[Tensor]:
+    """The updates [sum of matrices, n, m] of `members`, each in the shape of its parameter."""
+    parts = updates.split([member.matrices for member in members])
+    return [part.view_as(member.parameter) for part, member in zip(parts, members, strict=True)]
+
+
+def _orthogonalize_together(
+    size: Shape, updates: Mapping[Shape, Tensor], work: torch.dtype, coefficients: Sequence[tuple[float, float, float]]
+) -> None:
+    """One orthogonalisation, in place, of stacks `updates` [k, n, m] of several shapes, each matrix in the corner of one of `size`."""
+    counts = [len(stack) for stack in updates.values()]
+    device = next(iter(updates.values())).device
+    padded = any(sorted(shape) != list(size) for shape in updates)
+    batch = (torch.zeros if padded else torch.empty)(sum(counts), *size, dtype=work, device=device)
+    for (shape, stack), slot in zip(updates.items(), batch.split(counts), strict=True):
+        _corner(slot, shape).copy_(stack)
+    for (shape, stack), slot in zip(updates.items(), orthogonalize(batch, coefficients).split(counts), strict=True):
+        stack.copy_(_corner(slot, shape))
 
 
 def parameter_groups(decoder: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:

@@ -322,6 +322,33 @@ def test_state_round_trip_continues_bit_for_bit(tmp_path) -> None:
     assert all(torch.equal(p, q) for p, q in zip(straight, resumed, strict=True))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_steps_on_a_gpu_follow_those_on_the_cpu() -> None:
+    shapes = [(64, 96), (3, 96, 64), (5, 7), (64, 96), (33,), (7, 5), (1,)]  # the small one joins a larger batch on the GPU
+    results = []
+    for device in ("cpu", "cuda"):
+        params = [nn.Parameter(p.detach().to(device)) for p in _parameters(*shapes)]
+        groups = [
+            {**MUON, "params": params[:3], "matrices": [2, 1, 1], "lr": 0.1, "weight_decay": 0.2},
+            {**MUON, "params": params[3:4], "lr": 0.3, "momentum": 0.0},
+            {"name": "a", "algorithm": "adamw", "params": params[4:], "lr": 0.01, "weight_decay": 0.1},
+        ]
+        optimizer = MuonAdamW(groups, newton_schulz_dtype=torch.float32)
+        for step in range(3):
+            host = _parameters(*shapes, seed=10 + step)
+            for p, given in zip(params, host, strict=True):
+                p.grad = given.detach().to(device)
+            params[0].grad = params[0].grad.mT.contiguous().mT
+            if step == 1:
+                params[5].grad = None
+            optimizer.step()
+        results.append([p.detach().cpu() for p in params])
+        assert [optimizer.state[p]["step"] for p in params[4:]] == [3, 2, 3]
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
 def test_refuses_what_it_cannot_update() -> None:
     with pytest.raises(ValueError, match="algorithm='sgd' is not legal; legal values: muon, adamw"):
         MuonAdamW([{"name": "x", "algorithm": "sgd", "params": _parameters((2, 2))}])

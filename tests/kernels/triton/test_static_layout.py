@@ -21,7 +21,7 @@ from kernels.triton_fused import dense_attention
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3}
 SUMMED = ("d_window_kv", "d_compressed_kv", "d_index_k")
 ENTRIES = ("compressed_kv", "index_k")
-GARBAGE = 3e4  # finite in fp16
+GARBAGE = {torch.float32: 1e30, torch.float16: 3e4}  # finite, and beyond all that stands elsewhere
 
 # one document; several, of which some are shorter than the ratio, empty or of one token, and padding behind; nothing that has an entry
 ROWS: dict[str, tuple[tuple[int, ...], int]] = {
@@ -46,7 +46,7 @@ def pair(row: str, ratio: int, device: str, *, heads: int = 3, dtype: torch.dtyp
     static = dataclasses.replace(exact, layout=layout)
     for name in ENTRIES:
         entries = getattr(exact, name)
-        nobody = torch.full((tokens // ratio - entries.shape[0], entries.shape[1]), GARBAGE, dtype=dtype, device=device)
+        nobody = torch.full((tokens // ratio - entries.shape[0], entries.shape[1]), GARBAGE[dtype], dtype=dtype, device=device)
         nobody[:, ::2] *= -1
         setattr(static, name, torch.cat([entries, nobody]))
     return exact, static
@@ -117,7 +117,7 @@ def test_a_bound_far_beyond_the_longest_document_selects_the_same(device: str) -
     for longest in (20, 2400):
         layout = StaticLayout(tokens, 3, longest, device)
         layout.load(exact.layout)
-        index_k = torch.cat([exact.index_k, torch.full((tokens // 2 - exact.index_k.shape[0], 16), GARBAGE, device=device)])
+        index_k = torch.cat([exact.index_k, torch.full((tokens // 2 - exact.index_k.shape[0], 16), GARBAGE[torch.float32], device=device)])
         rows = slice(0, 38)  # the rest is padding
         layout_of_rows = layout.query_slice(0, 38)
         ids.append(get_backend("triton").select(exact.index_q[rows], index_k, exact.index_w[rows], layout_of_rows, 2, 4))
@@ -142,7 +142,7 @@ def test_attention_at_ratio_128(device: str) -> None:
     layout = StaticLayout(520, 8, 400, device)
     layout.load(exact.layout)
     static = dataclasses.replace(exact, layout=layout)
-    static.compressed_kv = torch.cat([exact.compressed_kv, torch.full((2, 16), GARBAGE, device=device)])
+    static.compressed_kv = torch.cat([exact.compressed_kv, torch.full((2, 16), GARBAGE[torch.float32], device=device)])
     rows = (124, 132), (354, 362)  # where the first entry of a document comes into sight
     for first, last in rows:
         results = []

@@ -25,8 +25,8 @@ from csa_model.moe import RouterRecord, SwiGLU, update_router_biases
 from csa_model.optimizers import build_optimizer
 from csa_model.run_dir import plain
 from csa_model.schedulers import build_scheduler
-from csa_model.training_graph import TrainingGraph, choose_graph, copied
-from kernels import Backend
+from csa_model.training_graph import TrainingGraph, choose_graph, copied, hand_over
+from kernels import Backend, BackendUnsupported
 
 
 class CSALitModule(L.LightningModule):
@@ -77,14 +77,16 @@ class CSALitModule(L.LightningModule):
             terms, router = self._losses(batch, batch.step.divisors())
         else:
             step = self.graph.run(batch)
-            # with more micro-batches to the step, the next one would overwrite them
-            last = step if self.trainer.accumulate_grad_batches == 1 else copied(step)
-            terms, router, self._gradients = last.terms, last.router, last.gradients
+            terms, router, self._gradients = step.terms, step.router, step.gradients
+            if self.trainer.accumulate_grad_batches > 1:  # the next micro-batch will overwrite them
+                terms, router = copied(terms), copied(router)
+            else:  # `.grad` is the graph's own memory, which `zero_grad(set_to_none=False)` would now empty
+                self.decoder.zero_grad(set_to_none=True)
         self._micro_batches.append((terms, batch))
         for record in router:
             gate, counts = self._router_counts.get(record.layer, (record.module, torch.zeros_like(record.counts)))
             self._router_counts[record.layer] = (gate, counts + record.counts)
-        return terms.total
+        return terms.total if self.graph is None else terms.total * self.trainer.accumulate_grad_batches
 
     def _losses(self, batch: PackedBatch, divisors: Divisors) -> tuple[LossTerms, list[RouterRecord]]:
         """Losses of one micro-batch, and the loads of its routers."""
@@ -99,9 +101,18 @@ class CSALitModule(L.LightningModule):
             super().backward(loss, *args, **kwargs)
             return
         gradients, self._gradients = self._gradients, []
-        for p, gradient in zip(self.graph.parameters, gradients, strict=True):
-            if gradient is not None:
-                p.grad = gradient if p.grad is None else p.grad + gradient
+        hand_over(self.graph.parameters, gradients, own=self.trainer.accumulate_grad_batches > 1)
+
+    def on_fit_start(self) -> None:
+        if self.graph is not None and self.trainer.world_size > 1:
+            raise BackendUnsupported(
+                f"a Trainer of {self.trainer.world_size} processes cannot sum the gradients of a CUDA graph",
+                "trainer.strategy=ddp or trainer.cuda_graph=never in the configuration of the module",
+            )
+
+    def on_fit_end(self) -> None:
+        if self.graph is not None:
+            self.graph.release()
 
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from csa_model.moe import RouterRecord, grouped_gemm_takes
 from kernels import Backend, BackendUnsupported, StaticLayout
 from kernels.static_layout import pad_documents
 
+T = TypeVar("T")
 PLAIN_STEPS = 2  # before the capture: kernels are compiled and libraries make their handles, neither of which a capture allows
 
 
@@ -70,46 +71,77 @@ class TrainingGraph:
     """Runs micro-batches: the first ones plainly, then by replaying a graph of `compute` and of the backward of its loss.
 
     Args:
-        compute: the forward and the losses of a batch whose layout is a StaticLayout, and whose loss is `terms.total`. It may wait for nothing.
+        compute: the forward and the losses of a batch whose layout is a StaticLayout, and whose loss is `terms.total`. It may wait for nothing, and
+            what it decides on the host it decides once.
         module: what `compute` runs. Its parameters that require a gradient are differentiated, in the order of `parameters`; the gradients lie in
             tensors that the next micro-batch overwrites.
         longest: tokens of the longest document that is expected.
 
     A row with other sizes than those before (tokens, more or longer documents than there is room for) makes new tensors and another graph; so does a
-    module whose tensors have moved, as after a second `Trainer.fit`, or that freezes others. An error while a graph is captured, such as too little
-    memory, passes through.
+    module whose tensors have moved, as after a second `Trainer.fit`, or that freezes others. Under anomaly detection every step is a plain one.
+
+    Raises:
+        BackendUnsupported: a module or parameter has hooks, which a graph would not call. Errors of a capture, such as too little memory, pass
+            through with a note.
     """
 
     def __init__(self, compute: Compute, module: nn.Module, longest: int) -> None:
         self.compute, self.module, self.longest = compute, module, longest
-        self.parameters = [p for p in module.parameters() if p.requires_grad]
-        self._tensors: tuple[tuple[int, bool], ...] = ()
+        self.parameters: list[nn.Parameter] = []
+        self.release()
+
+    def release(self) -> None:
+        """Give back the graph and its memory; the next micro-batch begins anew."""
+        self._watched: list[Tensor] = []
+        self._state: tuple[object, ...] = ()
         self._room: _Room | None = None
         self._captured: tuple[torch.cuda.CUDAGraph, MicroStep] | None = None
         self._plain_steps = 0
         self.hidden_bytes = 0  # memory that the graph keeps for itself, beyond what the allocator counts as allocated
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of the module, or a process that is spawned, captures for itself."""
+        nothing: dict[str, Any] = {"_watched": [], "_state": (), "_room": None, "_captured": None, "_plain_steps": 0, "hidden_bytes": 0}
+        return self.__dict__ | nothing
+
+    @property
+    def captured(self) -> bool:
+        """Whether the last micro-batch was a replay."""
+        return self._captured is not None
+
     def run(self, batch: PackedBatch) -> MicroStep:
         """One micro-batch on the device of `batch`. The result belongs to the graph: read or copy it before the next call."""
-        tensors = tuple((t.data_ptr(), t.requires_grad) for t in (*self.module.parameters(), *self.module.buffers()))
-        if self._room is None or not self._room.layout.holds(batch.layout) or tensors != self._tensors:
-            self.parameters = [p for p in self.module.parameters() if p.requires_grad]
-            self._room, self._tensors = self._room_for(batch), tensors
+        if self._room is None or not self._room.layout.holds(batch.layout) or self._state_now() != self._state:
+            self._room = self._room_for(batch)
         self._room.load(batch)
+        if torch.is_anomaly_enabled():  # which reads a value at every node of the backward
+            return self._step(self._room)
         if self._captured is None and self._plain_steps < PLAIN_STEPS:
             self._plain_steps += 1
             return self._step(self._room)
         if self._captured is None:
-            self._captured = self._capture(self._room)
+            try:
+                self._captured = self._capture(self._room)
+            except Exception as error:
+                error.add_note("This happened while the training step was captured as a CUDA graph; trainer.cuda_graph=never does without one.")
+                raise
         graph, result = self._captured
         graph.replay()
         return result
 
+    def _state_now(self) -> tuple[object, ...]:
+        """What a graph has taken for granted about the module."""
+        return torch.are_deterministic_algorithms_enabled(), *((t.data_ptr(), t.requires_grad) for t in self._watched)
+
     def _room_for(self, batch: PackedBatch) -> _Room:
-        self._captured, self._plain_steps, self.hidden_bytes = None, 0, 0
+        known = self._room.layout.max_documents if self._room is not None else 0
+        self.release()
+        _refuse_hooks(self.module)
+        self._watched = [*self.module.parameters(), *self.module.buffers()]
+        self._state = self._state_now()
+        self.parameters = [p for p in self.module.parameters() if p.requires_grad]
         self.longest = max(self.longest, batch.layout.longest_document())
-        documents = pad_documents(len(batch.layout.lengths))
-        return _Room(batch, documents if self._room is None else max(documents, self._room.layout.max_documents), self.longest)
+        return _Room(batch, max(known, pad_documents(len(batch.layout.lengths))), self.longest)
 
     def _step(self, room: _Room) -> MicroStep:
         """Forward and backward of the loaded row."""
@@ -138,6 +170,18 @@ class TrainingGraph:
         return graph, result
 
 
+def _refuse_hooks(module: nn.Module) -> None:
+    named: list[tuple[str, object, tuple[str, ...]]] = []
+    named += [
+        (f"module {n or 'decoder'}", m, ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"))
+        for n, m in module.named_modules()
+    ]
+    named += [(f"parameter {n}", p, ("_backward_hooks", "_post_accumulate_grad_hooks")) for n, p in module.named_parameters()]
+    found = [name for name, owner, kinds in named if any(getattr(owner, kind, None) for kind in kinds)]
+    if found:
+        raise BackendUnsupported(f"hooks on {', '.join(found[:4])} would not run in a CUDA graph of the training step", "trainer.cuda_graph=never")
+
+
 def _as_optimizers_expect(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Each gradient in a memory of its own with the strides of its parameter, as autograd accumulates them into `.grad`."""
     seen: set[int] = set()
@@ -151,9 +195,9 @@ def _as_optimizers_expect(parameters: Sequence[nn.Parameter], gradients: Sequenc
     return result
 
 
-def copied(step: MicroStep) -> MicroStep:
-    """The same in tensors of its own, which no later micro-batch overwrites."""
-    result: MicroStep = _copied(step)
+def copied(record: T) -> T:
+    """A record of losses or router loads in tensors of its own, which no later micro-batch overwrites."""
+    result: T = _copied(record)
     return result
 
 
@@ -167,6 +211,17 @@ def _copied(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.replace(value, **{field.name: _copied(getattr(value, field.name)) for field in dataclasses.fields(value)})
     return value
+
+
+def hand_over(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], own: bool) -> None:
+    """Add gradients to `.grad`. `own`: in memory of their own, because more micro-batches will be added before the optimizer reads them."""
+    pairs = [(p, g) for p, g in zip(parameters, gradients, strict=True) if g is not None]
+    known = [(p.grad, g) for p, g in pairs if p.grad is not None]
+    for p, g in pairs:
+        if p.grad is None:
+            p.grad = g.clone() if own else g
+    if known:
+        torch._foreach_add_([grad for grad, _ in known], [g for _, g in known])
 
 
 def choose_graph(config: ExperimentConfig, backend: Backend, device_type: str) -> tuple[bool, str]:
@@ -193,6 +248,8 @@ def _obstacle(config: ExperimentConfig, backend: Backend, device_type: str) -> s
         return f"trainer.strategy={trainer.strategy} sums gradients over processes inside the backward"
     if config.compile:
         return "compile=true"
+    if trainer.profiler == "pytorch":
+        return "trainer.profiler=pytorch looks into every module"
     if not backend.capturable():
         return f"backend={backend.name} asks the host for the lengths of the documents"
     dtype = torch.bfloat16 if trainer.precision == "bf16-mixed" else torch.float32

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Throughput(L.Callback):
     """Logs `throughput/tokens_per_second` (real tokens, all ranks) and, on a listed card, `throughput/mfu`, over the steps since the last log.
 
-    Loading data and writing checkpoints count; validation and diagnostics do not. The first batch of a run is left out: it pays for warming up. The
-    device is waited for only where a window ends or pauses.
+    Loading data and writing checkpoints count; validation and diagnostics do not. What pays for warming up is left out: the first batch of
+    a run, or those until a CUDA graph is replayed. The device is waited for only where a window ends or pauses.
     """
 
     def __init__(self, config: ExperimentConfig) -> None:
@@ -40,7 +40,8 @@ class Throughput(L.Callback):
         self._since = None
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: PackedBatch, batch_idx: int) -> None:
-        if self._since is None:  # the first batch
+        graph = getattr(pl_module, "graph", None)
+        if self._since is None or (graph is not None and not graph.captured):
             self._restart()
             return
         self._tokens += batch.layout.num_real_tokens

@@ -200,18 +200,18 @@ def prefers_dense(heads: int, head_dim: int, dtype: torch.dtype) -> bool:
     return heads <= 32 and head_dim <= 128 and dtype != torch.float32
 
 
-def _launch(heads: int, dim: int, dtype: torch.dtype, warps: int, stages: int) -> dict[str, Any]:
-    """Constants and options of a launch: 64 stacked rows, 64 keys."""
+def _launch(heads: int, dim: int, dtype: torch.dtype, keys: int, stages: int) -> dict[str, Any]:
+    """Constants and options of a launch: 64 stacked rows, whose warp group of four warps holds every product of the tile."""
     pad = triton.next_power_of_2(heads)
     return {
         "H": heads,
         "PAD_H": pad,
         "D": dim,
         "BLOCK_D": max(16, triton.next_power_of_2(dim)),
-        "BLOCK_N": 64,
+        "BLOCK_N": keys,
         "QUERIES": max(1, 64 // pad),
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",  # tf32 keeps 10 bits of a float32
-        "num_warps": warps,
+        "num_warps": 4,
         "num_stages": stages,
     }
 
@@ -225,7 +225,7 @@ def dense_forward(
     lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
     if rows == 0:
         return out, lse
-    launch = _launch(heads, dim, q.dtype, warps=4, stages=3)
+    launch = _launch(heads, dim, q.dtype, keys=32, stages=3)
     dense_forward_kernel[(triton.cdiv(rows, launch["QUERIES"]),)](
         q,
         window_kv,
@@ -264,7 +264,7 @@ def dense_backward(
     dkv = torch.zeros(tokens + entries, dim, dtype=torch.float32, device=q.device)
     if rows == 0:
         return dq, dkv, None
-    launch = _launch(heads, dim, q.dtype, warps=4 if dim <= 64 else 8, stages=2)
+    launch = _launch(heads, dim, q.dtype, keys=64, stages=2)
     dense_backward_kernel[(triton.cdiv(rows, launch["QUERIES"]),)](
         q,
         grad_out,

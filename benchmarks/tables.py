@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from benchmarks import RESULTS
@@ -200,6 +199,8 @@ def training_step(result: dict[str, Any]) -> list[str]:
         "",
     ]
     lines += [f"{points[p, t]['failed']}: {p}, {t:,} tokens." for p, t in points if "failed" in points[p, t]]
+    if "not_measured" in result:
+        lines.append(f"Not measured: {result['not_measured']}.")
     crossing = result.get("crossover_tokens", {}).get("triton")
     lines.append(f"Faster than the dense twin from {crossing:,} tokens on." if crossing else "Not faster than the dense twin at any measured length.")
     return [*lines, "", f"![Tokens per second and memory](../benchmarks/results/train_step_{result['model']}_{CARD}.png)"]
@@ -219,7 +220,8 @@ def flashmla(result: dict[str, Any]) -> list[str]:
         if isinstance(record, dict):
             names = list(dict.fromkeys(n for shape in record.values() for n, v in shape.items() if isinstance(v, dict) and "ms" in v))
             rows = [[*_named_shape(shape), *(timed(values.get(n)) for n in names)] for shape, values in record.items()]
-            lines += [f"{title}:", "", *grid([*SHAPE, *names], rows), ""]
+            at = result.get("measured_at", {}).get(stage)
+            lines += [f"{title}{f' (code at {at})' if at else ''}:", "", *grid([*SHAPE, *names], rows), ""]
     if isinstance(result.get("layer_step"), dict):
         rows = []
         for shape, backends in result["layer_step"].items():
@@ -241,7 +243,7 @@ def flashmla_training(training: dict[str, Any]) -> list[str]:
     rows, notes = [], []
     for name, v in training["backends"].items():
         means = training["common"][name]
-        numbers = [f"{v['peak_gib']:.2f}", f"{means['loss']:.4f}", f"{means['kl']:.5f}", f"{v['first_step_s']:.1f}"]
+        numbers = [f"{v['peak_gib']:.2f}" if "peak_gib" in v else "-", f"{means['loss']:.4f}", f"{means['kl']:.5f}", f"{v['first_step_s']:.1f}"]
         rows.append([name, str(v["steps"]), ms(v["median_step_ms"]), *numbers])
         notes += [f"{name}: {v['cut_short']}."] if "cut_short" in v else []
     return [
@@ -249,6 +251,7 @@ def flashmla_training(training: dict[str, Any]) -> list[str]:
         f"{training['tokens_per_row']:,} tokens.",
         f"Loss and KL: means of steps {common - averaged + 1} to {common}, the last {averaged} of the {common} steps that every backend did.",
         "The first step compiles kernels, for the first backend also those that others share; it counts in no median.",
+        *([f"GiB left out {training['peak_gib_left_out']}."] if "peak_gib_left_out" in training else []),
         "",
         *grid(["backend", "steps", "ms a step", "GiB", "loss", "KL", "first step, s"], rows),
         *(["", *notes] if notes else []),
@@ -266,7 +269,10 @@ def loss_curves(results: list[dict[str, Any]]) -> list[str]:
     for result in results:
         between, apart, signed = (result[key] for key in ("distance_between_seeds", "distance_to_unfused", "signed_difference"))
         rows = [["unfused, another seed", *(few_digits(between[m]["mean"]) for m in CURVES)]]
-        rows += [[f"{backend}, the same seed", *(few_digits(own[m]["mean"]) for m in CURVES)] for backend, own in apart.items()]
+        rows += [
+            [f"{backend}, the same seed{of_seeds(own, result['seeds'])}", *(few_digits(own[m]["mean"]) for m in CURVES)]
+            for backend, own in apart.items()
+        ]
         biases = [
             [backend, *(biased(parts[m][part]) for m in ("train/lm_loss", "indexer/kl") for part in ("all", "second_half"))]
             for backend, parts in signed.items()
@@ -282,6 +288,12 @@ def loss_curves(results: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def of_seeds(distances: dict[str, Any], seeds: int) -> str:
+    """Nothing, or over how many seeds a backend was compared where that is not all of them."""
+    compared = len(distances["val/loss"]["each"])
+    return "" if compared == seeds else f" ({compared} seed{'s' if compared != 1 else ''})"
+
+
 def few_digits(value: float | None) -> str:
     return "-" if value is None else f"{value:.2g}"
 
@@ -289,25 +301,6 @@ def few_digits(value: float | None) -> str:
 def biased(value: dict[str, Any]) -> str:
     error = "" if value["standard_error"] is None else f" ± {value['standard_error']:.2%}"
     return "-" if value["mean"] is None else f"{value['mean']:+.2%}{error}"
-
-
-def one_seed_curves(result: dict[str, Any]) -> list[str]:
-    """Loss curves of one seed, as they were recorded before there were several; shown until there is a newer record."""
-    lines = ["## The course of training", "", origin(result), ""]
-    lines += [f"model=small, {result['steps']} steps on the interpreter's sources; mean absolute distance to unfused with seed 1.", ""]
-    lines += ["A seed changes the weights and the order of the data; both runs of seed 1 see the same batches.", ""]
-    apart, reference = result["mean_absolute_distance_to_unfused_seed_1"], result["curves"]["unfused seed 1"]["indexer/kl"]
-    rows = []
-    for name, values in apart.items():
-        own = result["curves"][name]["indexer/kl"]
-        signed = fmean(own[step] / value - 1 for step, value in reference.items() if step in own)
-        rows.append([name, *(f"{values[m]:.4f}" for m in ("train/lm_loss", "indexer/kl", "val/loss")), f"{signed:+.1%}"])
-    return [
-        *lines,
-        *grid(["run", "LM loss", "indexer KL", "validation loss", "indexer KL, mean with its sign"], rows),
-        "",
-        f"![Loss curves](../benchmarks/results/loss_curves_{CARD}.png)",
-    ]
 
 
 SECTIONS = {"csa_core": core, "train_step_small": training_step, "flashmla": flashmla}
@@ -329,8 +322,6 @@ def render() -> str:
             lines += ["", *"\n".join(section(read(name))).rstrip().split("\n")]
     if curve_files():
         lines += ["", *loss_curves([json.loads(path.read_text()) for path in curve_files()])]
-    elif (RESULTS / f"loss_curves_{CARD}.json").exists():
-        lines += ["", *one_seed_curves(read("loss_curves"))]
     return "\n".join(lines).rstrip() + "\n"
 
 

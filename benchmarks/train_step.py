@@ -254,7 +254,9 @@ def plot(records: list[dict[str, Any]], title: str, target: Path) -> None:
             left.plot([p[0] for p in points], [p[1] for p in points], marker="o", label=path)
             right.plot([p[0] for p in points], [p[2] for p in points], marker="o", label=path)
     for axis, label in ((left, "tokens per second"), (right, "peak memory (GiB)")):
+        lengths = sorted({r["tokens"] for r in records})
         axis.set_xscale("log", base=2)
+        axis.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths])
         axis.set_yscale("log")
         axis.set_xlabel("tokens in the row (one document)")
         axis.set_ylabel(label)

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -25,7 +26,7 @@ from csa_model.moe import RouterRecord, SwiGLU, update_router_biases
 from csa_model.optimizers import build_optimizer
 from csa_model.run_dir import plain
 from csa_model.schedulers import build_scheduler
-from csa_model.training_graph import TrainingGraph, choose_graph, copied, hand_over
+from csa_model.training_graph import CaptureFailed, MicroStep, TrainingGraph, choose_graph, copied, hand_over
 from kernels import Backend, BackendUnsupported
 
 
@@ -73,10 +74,10 @@ class CSALitModule(L.LightningModule):
         return output
 
     def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
-        if self.graph is None:
+        step = None if self.graph is None else self._graph_step(self.graph, batch)
+        if step is None:
             terms, router = self._losses(batch, batch.step.divisors())
         else:
-            step = self.graph.run(batch)
             terms, router, self._gradients = step.terms, step.router, step.gradients
             if self.trainer.accumulate_grad_batches > 1:  # the next micro-batch will overwrite them
                 terms, router = copied(terms), copied(router)
@@ -87,6 +88,19 @@ class CSALitModule(L.LightningModule):
             gate, counts = self._router_counts.get(record.layer, (record.module, torch.zeros_like(record.counts)))
             self._router_counts[record.layer] = (gate, counts + record.counts)
         return terms.total if self.graph is None else terms.total * self.trainer.accumulate_grad_batches
+
+    def _graph_step(self, graph: TrainingGraph, batch: PackedBatch) -> MicroStep | None:
+        """The micro-batch from the graph; None, after a warning, where trainer.cuda_graph=auto finds only now that there can be none."""
+        try:
+            return graph.run(batch)
+        except (BackendUnsupported, CaptureFailed) as error:
+            if self.config.trainer.cuda_graph == "always":
+                remedy = "trainer.cuda_graph=auto, which goes on without, or never"
+                raise BackendUnsupported(f"trainer.cuda_graph=always cannot be honoured: {error}", remedy) from error
+            rank_zero_warn(f"training goes on without a CUDA graph: {error}")
+            graph.release()
+            self.graph, self.graph_choice = None, f"none: {error}"
+            return None
 
     def _losses(self, batch: PackedBatch, divisors: Divisors) -> tuple[LossTerms, list[RouterRecord]]:
         """Losses of one micro-batch, and the loads of its routers."""
@@ -112,6 +126,7 @@ class CSALitModule(L.LightningModule):
 
     def on_fit_end(self) -> None:
         if self.graph is not None:
+            self.decoder.zero_grad(set_to_none=True)  # gradients lie in the graph's memory
             self.graph.release()
 
     def configure_gradient_clipping(

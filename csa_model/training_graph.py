@@ -35,6 +35,10 @@ class MicroStep:
     gradients: list[Tensor | None]
 
 
+class CaptureFailed(RuntimeError):
+    """A training step could not be captured; the message is that of the cause."""
+
+
 Compute = Callable[[PackedBatch, Divisors], tuple[LossTerms, list[RouterRecord]]]
 
 
@@ -78,31 +82,32 @@ class TrainingGraph:
         longest: tokens of the longest document that is expected.
 
     A row with other sizes than those before (tokens, more or longer documents than there is room for) makes new tensors and another graph; so does a
-    module whose tensors have moved, as after a second `Trainer.fit`, or that freezes others. Under anomaly detection every step is a plain one.
+    module whose tensors have moved, as after a second `Trainer.fit`, or that freezes others, and another numeric mode of torch. Hooks and
+    attributes that change later are not noticed. Under anomaly detection every step is a plain one.
 
     Raises:
-        BackendUnsupported: a module or parameter has hooks, which a graph would not call. Errors of a capture, such as too little memory, pass
-            through with a note.
+        BackendUnsupported: a module or parameter has hooks, which a graph would not call; said before the first micro-batch is computed.
+        CaptureFailed: something in the step cannot be captured, or memory is too little. The micro-batch was not computed.
     """
 
     def __init__(self, compute: Compute, module: nn.Module, longest: int) -> None:
         self.compute, self.module, self.longest = compute, module, longest
         self.parameters: list[nn.Parameter] = []
+        self._watched: list[Tensor]
+        self._state: tuple[object, ...]
+        self._room: _Room | None
+        self._captured: tuple[torch.cuda.CUDAGraph, MicroStep] | None
+        self._plain_steps: int
+        self.hidden_bytes: int  # allocated in the graph's own memory, beyond what the allocator counts
         self.release()
 
     def release(self) -> None:
-        """Give back the graph and its memory; the next micro-batch begins anew."""
-        self._watched: list[Tensor] = []
-        self._state: tuple[object, ...] = ()
-        self._room: _Room | None = None
-        self._captured: tuple[torch.cuda.CUDAGraph, MicroStep] | None = None
-        self._plain_steps = 0
-        self.hidden_bytes = 0  # memory that the graph keeps for itself, beyond what the allocator counts as allocated
+        """Give back the graph and its memory; the next micro-batch begins anew. Gradients in that memory keep it until they are dropped."""
+        self.__dict__.update(_nothing_yet())
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of the module, or a process that is spawned, captures for itself."""
-        nothing: dict[str, Any] = {"_watched": [], "_state": (), "_room": None, "_captured": None, "_plain_steps": 0, "hidden_bytes": 0}
-        return self.__dict__ | nothing
+        return self.__dict__ | _nothing_yet()
 
     @property
     def captured(self) -> bool:
@@ -123,15 +128,15 @@ class TrainingGraph:
             try:
                 self._captured = self._capture(self._room)
             except Exception as error:
-                error.add_note("This happened while the training step was captured as a CUDA graph; trainer.cuda_graph=never does without one.")
-                raise
+                raise CaptureFailed(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}") from error
         graph, result = self._captured
         graph.replay()
         return result
 
     def _state_now(self) -> tuple[object, ...]:
         """What a graph has taken for granted about the module."""
-        return torch.are_deterministic_algorithms_enabled(), *((t.data_ptr(), t.requires_grad) for t in self._watched)
+        modes = (torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cuda"))
+        return *modes, self.module.training, *((t.data_ptr(), t.requires_grad) for t in self._watched)
 
     def _room_for(self, batch: PackedBatch) -> _Room:
         known = self._room.layout.max_documents if self._room is not None else 0
@@ -156,18 +161,34 @@ class TrainingGraph:
         return MicroStep(terms, router, _as_optimizers_expect(self.parameters, gradients))
 
     def _capture(self, room: _Room) -> tuple[torch.cuda.CUDAGraph, MicroStep]:
-        device = room.divisors.device
-        graph = torch.cuda.CUDAGraph()
+        device, failure = room.divisors.device, None
+        graph, outside = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
         # weights that autocast has rounded before are not those of the steps to come: the graph must round them itself
         torch.clear_autocast_cache()
         torch.cuda.reset_peak_memory_stats(device)
-        # thread_local: other threads, such as one that pins memory for the next rows, may go on
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            result = self._step(room)
-        torch.clear_autocast_cache()
+        try:
+            # thread_local: other threads, such as one that pins memory for the next rows, may go on
+            with torch.cuda.device(device), torch.cuda.graph(graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"):
+                try:
+                    result = self._step(room)
+                except Exception as error:
+                    failure = error
+                    raise
+        except Exception:
+            # ending a broken capture raises too, in place of what broke it, and leaves its stream the current one
+            torch.cuda.set_stream(outside)
+            if failure is not None:
+                raise failure from None
+            raise
+        finally:
+            torch.clear_autocast_cache()
         self.hidden_bytes = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)  # from now on the peak is that of the rest, beside the graph's memory
         return graph, result
+
+
+def _nothing_yet() -> dict[str, Any]:
+    return {"_watched": [], "_state": (), "_room": None, "_captured": None, "_plain_steps": 0, "hidden_bytes": 0}
 
 
 def _refuse_hooks(module: nn.Module) -> None:

@@ -465,11 +465,67 @@ def test_a_trainer_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPat
         module.on_fit_start()
 
 
-def test_a_failing_capture_says_what_would_do_without(monkeypatch: pytest.MonkeyPatch, acted: list[ActedGraph]) -> None:
+@pytest.mark.parametrize("reason", ["capture", "hook"])
+def test_where_there_can_be_no_graph_auto_goes_on_without_and_always_stops(
+    reason: str, acted: list[ActedGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def capture(self: TrainingGraph, room: Any) -> Any:
+        raise torch.OutOfMemoryError("too much\nand more")
+
+    def run(choice: str, accumulate: int) -> Any:
+        module = make_module(make_config(cuda_graph=choice, accumulate_grad_batches=accumulate)).double()
+        if reason == "hook":
+            module.decoder.norm.register_forward_hook(lambda *a: None)
+        return fit(choice, module=module, settings={"accumulate_grad_batches": accumulate, "max_steps": 3})
+
+    if reason == "capture":
+        monkeypatch.setattr(TrainingGraph, "_capture", capture)
+    monkeypatch.setattr(lit_module, "choose_graph", lambda config, backend, device: (config.trainer.cuda_graph != "never", ""))
+    words = "OutOfMemoryError: too much" if reason == "capture" else "hooks on module norm"
+    for accumulate in (1, 2):
+        plain = run("never", accumulate)
+        with pytest.warns(UserWarning, match=f"without a CUDA graph: {words}"):
+            module, trainer, seen = run("auto", accumulate)
+        assert module.graph is None
+        assert words in module.graph_choice
+        module.graph = "gone"
+        assert_trained_alike(plain, (module, trainer, seen))
+    with pytest.raises(BackendUnsupported, match=f"always cannot be honoured: {words}"):
+        run("always", 1)
+
+
+def test_after_a_capture_that_failed_the_cause_is_told_and_the_stream_is_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ending a broken capture raises in place of what broke it, from inside torch's context manager, which then does not restore the stream."""
+    streams = ["outside"]
+
+    class Broken:
+        def __init__(self, graph: Any, stream: Any, capture_error_mode: str) -> None:
+            streams.append(stream)
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *error: Any) -> None:
+            raise RuntimeError("the capture was invalidated")
+
+    class Device:
+        def __init__(self, device: Any) -> None: ...
+        def __enter__(self) -> None: ...
+        def __exit__(self, *error: Any) -> None: ...
+
+    stand_ins = {
+        "CUDAGraph": lambda: object(), "graph": Broken, "device": Device, "Stream": lambda device: "of the capture",
+        "current_stream": lambda device: streams[-1], "set_stream": streams.append, "reset_peak_memory_stats": lambda device: None,
+    }  # fmt: skip
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+
+    def compute(batch: Any, divisors: Any) -> Any:
         raise torch.OutOfMemoryError("too much")
 
-    monkeypatch.setattr(TrainingGraph, "_capture", capture)
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        fit("always")
-    assert "trainer.cuda_graph=never" in "".join(caught.value.__notes__)
+    module = torch.nn.Linear(2, 2)
+    graph = TrainingGraph(compute, module, 48)
+    monkeypatch.setattr(training_graph, "PLAIN_STEPS", 0)
+    with pytest.raises(training_graph.CaptureFailed, match="OutOfMemoryError: too much"):
+        graph.run(make_rows([[40, 7]])[0])
+    assert streams == ["outside", "of the capture", "outside"]
+    assert not graph.captured

@@ -1,8 +1,10 @@
 # syntax=docker/dockerfile:1
 # docker build -t csa-lightning .
-# docker build --build-arg EXTRAS=wandb,tensorboard,flashmla --build-arg TORCH_VERSION=2.11.0 ...   FlashMLA's forward, as a prebuilt wheel
-# docker build --build-arg EXTRAS=wandb,tensorboard,te ...                                          Transformer Engine, for FP8 projections
+# docker build --build-arg EXTRAS=wandb,tensorboard,flashmla,cudnn --build-arg TORCH_VERSION=2.11.0 ...   FlashMLA's forward and cuDNN's backward
+# docker build --build-arg EXTRAS=wandb,tensorboard,te ...                                                Transformer Engine, for FP8 projections
 # docker run --rm --gpus all -v "$PWD/runs:/home/csa/work/runs" csa-lightning trainer=gpu backend=triton
+# docker run --rm --gpus all -v "$PWD/runs:/home/csa/work/runs" csa-lightning trainer=gpu backend=flashmla model=small_flash
+# docker run --rm --gpus all --entrypoint python csa-lightning -m kernels.doctor
 
 ARG CUDA_VERSION=13.0.2
 ARG UBUNTU=24.04

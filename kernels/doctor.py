@@ -12,7 +12,7 @@ import torch
 
 from kernels.backend import BackendUnsupported, Geometry, available_backends, get_backend
 
-PACKAGES = ("torch", "triton", "sglang-kernel", "flash_mla", "nvidia-cudnn-frontend", "lightning")
+PACKAGES = ("torch", "triton", "sglang-kernel", "flash_mla", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "lightning")
 # The two ends of what a run may ask for: the published layer and a layer of the small recipe model.
 GEOMETRIES = {
     "64 heads of 512, top-k 512, bf16": Geometry(
@@ -45,10 +45,10 @@ def machine() -> list[str]:
     return [*lines, ", ".join(versions)]
 
 
-def capabilities(name: str, device_type: str) -> list[str]:
+def capabilities(name: str, device_type: str, **choices: str) -> list[str]:
     """Lines about one backend: which geometries it takes on this device, or why not, and what its operations are."""
     try:
-        backend = get_backend(name)
+        backend = get_backend(name, **choices)
     except BackendUnsupported as refusal:
         return [f"  no: {refusal}"]
     lines, reasons = [], []
@@ -61,7 +61,9 @@ def capabilities(name: str, device_type: str) -> list[str]:
             reasons.append(str(refusal))
     if len(reasons) == len(GEOMETRIES) and len(set(reasons)) == 1:
         return [f"  no: {reasons[0]}"]
-    return [*lines, *(f"    {operation}: {implementation}" for operation, implementation in backend.describe().items())]
+    graph = "yes, on one GPU under bf16-mixed" if backend.capturable() else "no"
+    operations = backend.describe() | {"training step as a CUDA graph": graph}
+    return [*lines, *(f"    {operation}: {implementation}" for operation, implementation in operations.items())]
 
 
 def report() -> str:
@@ -70,7 +72,22 @@ def report() -> str:
     lines = machine()
     for name in available_backends():
         lines += [f"backend {name} ({device_type} tensors)", *capabilities(name, device_type)]
-    return "\n".join(lines)
+    lines += ["backend flashmla with backend.backward=cudnn", *capabilities("flashmla", device_type, backward="cudnn")]
+    return "\n".join([*lines, "backend auto, the default", *(f"  {line}" for line in automatic(device_type))])
+
+
+def automatic(device_type: str) -> list[str]:
+    """Which backend backend=auto takes for each geometry."""
+    if device_type == "cpu":
+        return ["unfused: the model runs on the CPU"]
+    lines = []
+    for label, geometry in GEOMETRIES.items():
+        try:
+            get_backend("triton").require(dataclasses.replace(geometry, device_type=device_type))
+            lines.append(f"triton: {label}")
+        except BackendUnsupported as refusal:
+            lines.append(f"unfused: {label}: {refusal.reason}")
+    return lines
 
 
 def main() -> int:

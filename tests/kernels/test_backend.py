@@ -21,8 +21,8 @@ def test_a_backend_is_imported_only_when_asked_for() -> None:
     script = "import sys, kernels; print(*[m for m in sys.modules if m.startswith('kernels.')]); kernels.get_backend('unfused');"
     script += "print(*[m for m in sys.modules if m.startswith(('kernels.', 'flash_mla', 'sgl_kernel'))])"
     before, after = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
-    assert sorted(before.split()) == ["kernels.backend", "kernels.layout"]
-    assert all(name.split(".")[1] in ("backend", "layout", "unfused") for name in after.split())
+    assert sorted(before.split()) == ["kernels.backend", "kernels.layout", "kernels.static_layout"]
+    assert all(name.split(".")[1] in ("backend", "layout", "static_layout", "unfused") for name in after.split())
     assert available_backends() == ("unfused", "triton", "flashmla")
 
 

@@ -36,7 +36,15 @@ def test_geometry_that_is_refused_does_not_hide_the_others(monkeypatch: pytest.M
         def describe(self) -> dict[str, str]:
             return {"select": "by hand"}
 
+        def capturable(self) -> bool:
+            return True
+
     monkeypatch.setattr(doctor, "get_backend", lambda name: Picky())
     lines = doctor.capabilities("picky", "cpu")
-    assert [line.split(":")[0].strip() for line in lines] == ["no", "yes", "yes", "select"]
+    assert [line.split(":")[0].strip() for line in lines] == ["no", "yes", "yes", "select", "training step as a CUDA graph"]
     assert "8 heads" in lines[0]
+    assert lines[-1].endswith("yes, on one GPU under bf16-mixed")
+    assert doctor.automatic("cpu") == ["unfused: the model runs on the CPU"]
+    automatic = doctor.automatic("cuda")
+    assert automatic[0] == "unfused: 64 heads of 512, top-k 512, bf16: 64 heads are too many"
+    assert [line.split(":")[0] for line in automatic] == ["unfused", "triton", "triton"]

@@ -8,13 +8,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, goals
+from benchmarks.goals import COMPRESSED, OURS, PEER
 
 CARD = "nvidia_h200"
-PEER, OURS, PLAIN, DETERMINISTIC = "FlashMLA + cuDNN", "triton full_csa", "PyTorch autograd", "triton full_csa, deterministic"
+PLAIN, DETERMINISTIC = "PyTorch autograd", "triton full_csa, deterministic"
 COLUMNS = {
     OURS: "`full_csa`",
-    "triton compressed_only": "`compressed_only`",
+    COMPRESSED: "`compressed_only`",
     "triton without indexer loss": "no indexer loss",
     DETERMINISTIC: "`full_csa`, deterministic",
     PLAIN: "PyTorch autograd",
@@ -46,6 +47,21 @@ def origin(result: dict[str, Any]) -> str:
     if gate:
         parts.append("correctness gate green" if gate["passed"] else "CORRECTNESS GATE RED")
     return f"{', '.join(parts)}, code at {result['git_sha']}{' with uncommitted changes' if result.get('git_dirty') else ''}."
+
+
+def aims(core: dict[str, Any] | None, steps: dict[str, Any] | None, flashmla: dict[str, Any] | None) -> list[str]:
+    """What was aimed at, what the result files that there are say, and why not."""
+    reached = [*(goals.of_core(core) if core else []), *(goals.of_flashmla(flashmla) if flashmla else []), *(goals.of_steps(steps) if steps else [])]
+    if not reached:
+        return []
+    why = goals.reasons(reached)
+    return [
+        *("## Goals", ""),
+        f"Targets for one H200; {sum(goal.met for goal in reached)} of {len(reached)} are met. The times are those of the sections below;",
+        f"±: the larger spread of the two times in a ratio, where it is more than {100 * goals.SHOWN_SPREAD:.0f} %.",
+        *("", *grid(["goal", "where", "target", "reached", ""], [goal.cells() for goal in reached])),
+        *(["", "Why not:", "", *why] if why else []),
+    ]
 
 
 def grid(head: list[str], rows: list[list[str]]) -> list[str]:
@@ -317,9 +333,11 @@ def render() -> str:
         "",
         "Written by `python -m benchmarks.tables` from `benchmarks/results/`; absolute times hold for the card named beside them.",
     ]
-    for name, section in SECTIONS.items():
-        if (RESULTS / f"{name}_{CARD}.json").exists():
-            lines += ["", *"\n".join(section(read(name))).rstrip().split("\n")]
+    there = {name: read(name) for name in SECTIONS if (RESULTS / f"{name}_{CARD}.json").exists()}
+    aimed = aims(there.get("csa_core"), there.get("train_step_small"), there.get("flashmla"))
+    lines += ["", *aimed] if aimed else []
+    for name, result in there.items():
+        lines += ["", *"\n".join(SECTIONS[name](result)).rstrip().split("\n")]
     if curve_files():
         lines += ["", *loss_curves([json.loads(path.read_text()) for path in curve_files()])]
     return "\n".join(lines).rstrip() + "\n"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import tables
+from benchmarks import goals, tables
 from benchmarks.loss_curves import summary
 from benchmarks.tables import SECTIONS, read, render
 from tests.entry.helpers import CONFIGS
@@ -90,3 +90,57 @@ def test_the_core_is_shown_with_the_peer_and_without_it() -> None:
     assert without.count("| 4.000 |") == 4  # the parts of the step with full_csa are four, in each shape
     record["shapes"] = shapes[:1]
     assert "No peer: FlashMLA." in "\n".join(tables.core(record))
+
+
+def test_a_goal_is_met_at_its_target_and_a_missed_one_looks_missed() -> None:
+    assert goals.Goal("a", "b", 0.70, True, 0.70).cells() == ["a", "b", "≤ 0.70", "0.70", "met"]
+    assert goals.Goal("a", "b", 0.70, True, 0.7003).cells()[2:] == ["≤ 0.70", "0.7003", "missed"]
+    assert goals.Goal("a", "b", 1.15, False, 1.146, 0.0501).cells()[2:] == ["≥ 1.15", "1.146 ±5%", "missed"]
+    assert goals.Goal("a", "b", 0.95, False, 0.9499, percent=True).cells()[2:] == ["≥ 95%", "94.99%", "missed"]
+    assert goals.Goal("a", "b", 5.0, False, 5.5, 0.05).cells()[3:] == ["5.50", "met"]
+
+
+def test_goals_are_judged_from_the_times_of_one_run() -> None:
+    ours, peer, compressed = goals.OURS, goals.PEER, goals.COMPRESSED
+
+    def at(ms: float, spread: float = 0.0) -> dict[str, float]:
+        return {"ms": ms, "spread": spread}
+
+    def shape(tokens: int, heads: int, dim: int = 512, with_peer: bool = True, gib: float = 1.0) -> dict[str, Any]:
+        step = {ours: at(6.0, 0.2), compressed: at(8.0)} | ({peer: at(10.0)} if with_peer else {})
+        pieces = {"ours/attention forward": at(2.0), "ours/attention backward + teacher": at(4.0), "ours/scores + top-k": at(3.0)}
+        theirs = {"attention forward": at(2.2), "attention backward": at(4.0), "teacher": at(1.0), "scores": at(3.0), "top-k": at(1.0, 0.4)}
+        pieces |= {f"peer/{name}": time for name, time in theirs.items()} if with_peer else {}
+        memory = {ours: gib, compressed: 1.0, peer: 2.0}
+        return {"tokens": tokens, "heads": heads, "head_dim": dim, "step": step, "pieces": pieces, "peak_gib": memory}
+
+    shapes = [shape(4096, 64), shape(16384, 64), shape(16384, 128), shape(65536, 64, with_peer=False), shape(4096, 16, 128, False, 1.5)]
+    core = {"shapes": [*shapes, {"tokens": 4096, "heads": 128, "head_dim": 512, "failed": "out of memory"}]}
+    cells = [goal.cells() for goal in goals.of_core(core)]
+    assert ["step / peer", "4,096 tokens, 64 heads", "≤ 0.65", "0.60 ±20%", "met"] in cells
+    assert [c[2:] for c in cells if c[0].startswith("attention forward")] == [["≥ 1.15", "1.10", "missed"], *[["≥ 1.05", "1.10", "met"]] * 2]
+    assert [c[3:] for c in cells if c[0].startswith("attention backward")] == [["0.80", "met"]] * 3
+    assert [c[3:] for c in cells if c[0].startswith("index scores")] == [["0.75 ±10%", "missed"]] * 3
+    worst = "worst of 5 shapes: 4,096 tokens, 16 heads of 128"
+    assert ["full_csa / compressed_only, memory", worst, "≤ 1.00", "1.50", "missed"] in cells
+    assert "peak memory / peer" not in [c[0] for c in cells]  # 65,536 tokens ran without the peer
+
+    step = {"triton": {"captured_ms": 1.0, "captured_spread": 0.0}, "unfused": {"ms": 9.0}}
+    step |= {f"flashmla, {b} backward": {"captured_ms": ms, "captured_spread": 0.1} for b, ms in (("triton", 4.0), ("cudnn", 6.0))}
+    flashmla = {"layer_step": {"T=4096 H=16 D=64 K=512": step, "T=4096 H=64 D=512 K=512": step}}
+    assert [goal.cells()[1:] for goal in goals.of_flashmla(flashmla)] == [
+        ["4,096 tokens, triton backward", "≥ 5.00", "4.00 ±10%", "missed"], ["4,096 tokens, cudnn backward", "≥ 5.00", "6.00 ±10%", "met"],
+    ]  # fmt: skip
+    steps = {"model": "small", "points": [{"path": p, "tokens": t, "gpu_busy": 0.96} for p in ("triton", "dense") for t in (2048, 4096)]}
+    assert [goal.cells()[3:] for goal in goals.of_steps(steps)] == [["96%", "met"]]
+
+    page = tables.aims(core, steps, None)
+    assert [line.split(":")[0] for line in page if line.startswith("- ")] == [
+        "- attention forward, speed / FlashMLA", "- index scores + top-k / peer", "- full_csa / compressed_only, memory",
+    ]  # fmt: skip
+    assert tables.aims(None, {"model": "small", "points": []}, None) == []
+
+
+def test_every_kind_of_goal_has_a_reason_for_the_case_that_it_is_missed() -> None:
+    missed = [goal.name for goal in (*goals.of_core(read("csa_core")), *goals.of_flashmla(read("flashmla"))) if not goal.met]
+    assert set(missed) <= set(goals.REASONS)

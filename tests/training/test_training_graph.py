@@ -220,7 +220,7 @@ GPU_ROWS = [*ROWS, [1] * 40 + [8], [24, 24], [48], [5] * 9]  # the 41 documents 
 
 
 def _gpu_fit(
-    choice: str, stage: StageConfig, teacher: str, accumulate: int, model: dict[str, Any], rows: list[list[int]] = GPU_ROWS
+    choice: str, stage: StageConfig, teacher: str, accumulate: int, model: dict[str, Any], rows: list[list[int]] = GPU_ROWS, **backend: str
 ) -> tuple[Any, Any]:
     settings = {"accelerator": "gpu", "precision": "bf16-mixed", "accumulate_grad_batches": accumulate, "cuda_graph": choice}
     config = make_config(teacher, stage, {**GPU_MODEL, **model}, max_steps=len(rows) // accumulate, **settings)

@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/measured.md from what the benchmarks wrote: `python -m benchmarks.tables [--out docs/measured.md]`. Nothing in it is typed by hand."""
+"""docs/measured.md from what the benchmarks wrote: `python -m benchmarks.tables [--out docs/measured.md]`.
+
+Every measured figure comes from a result file. Typed by hand are what the columns mean, the targets and the reasons of benchmarks.goals, and the few
+notes that were added to a result file: which stage another commit ran (`measured_at`), which figures were left out and why (`peak_gib_left_out`).
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS, goals
 from benchmarks.goals import COMPRESSED, OURS, PEER
+from benchmarks.train_step import LENGTHS
 
 CARD = "nvidia_h200"
 PLAIN, DETERMINISTIC = "PyTorch autograd", "triton full_csa, deterministic"
@@ -184,9 +190,9 @@ def training_step(result: dict[str, Any]) -> list[str]:
     """Tokens per second of whole training steps."""
     lines = ["## Whole training steps", "", origin(result), ""]
     lines += [
-        f"model={result['model']}, one document per row, bf16, forward, losses, backward and optimizer. `dense`: the same decoder with",
-        "scaled_dot_product_attention over all tokens. `triton` and `dense` run as CUDA graphs, as training does, `triton-plain` and",
-        "`unfused` do not.",
+        f"model={result['model']}, one document per row, bf16. A step is forward, losses, backward and optimizer, without clipping, update of the",
+        "router biases, schedule and logging. `dense`: the same decoder without compressors and indexers, every layer of which attends to all tokens",
+        "through scaled_dot_product_attention. `triton` and `dense` run forward and backward as a CUDA graph, as training does, the others do not.",
         "",
     ]
     points = {(p["path"], p["tokens"]): p for p in result["points"]}
@@ -209,17 +215,44 @@ def training_step(result: dict[str, Any]) -> list[str]:
     ]
     spent = {t: points["triton", t]["profile"]["parts_ms"] for t in lengths if "profile" in points.get(("triton", t), {})}
     names = list(dict.fromkeys(name for parts in spent.values() for name in parts))
-    lines += ["What the GPU does in a step of `triton`, ms:", ""]
+    lines += [
+        "What the GPU does in a step of `triton`, ms, sorted by the names of the kernels: `optimizer` is without Muon's matrix products, which count",
+        "among the others, and the cross entropy lies in the reductions.",
+        "",
+    ]
     lines += [
         *grid(["part", *(f"{t:,}" for t in spent)], [[name, *(f"{parts.get(name, 0.0):.1f}" for parts in spent.values())] for name in names]),
         "",
     ]
     lines += [f"{points[p, t]['failed']}: {p}, {t:,} tokens." for p, t in points if "failed" in points[p, t]]
-    if "not_measured" in result:
-        lines.append(f"Not measured: {result['not_measured']}.")
-    crossing = result.get("crossover_tokens", {}).get("triton")
-    lines.append(f"Faster than the dense twin from {crossing:,} tokens on." if crossing else "Not faster than the dense twin at any measured length.")
+    lines += [*not_run(points), crossing(result.get("crossover_tokens", {}).get("triton"), points)]
     return [*lines, "", f"![Tokens per second and memory](../benchmarks/results/train_step_{result['model']}_{CARD}.png)"]
+
+
+def not_run(points: Collection[tuple[str, int]]) -> list[str]:
+    """A line with the paths and lengths of the whole benchmark that were left out; paths with the same lengths together."""
+    left: dict[tuple[int, ...], list[str]] = {}
+    for path in TRAINING_PATHS:
+        lengths = tuple(tokens for tokens in LENGTHS if (path, tokens) not in points)
+        if lengths:
+            left.setdefault(lengths, []).append(f"`{path}`")
+    where = [f"{listed(paths)} at {listed([f'{tokens:,}' for tokens in lengths])}" for lengths, paths in left.items()]
+    return [f"Not run: {'; '.join(where)} tokens."] if where else []
+
+
+def listed(items: list[str]) -> str:
+    """a, b and c"""
+    return " and ".join([", ".join(items[:-1]), items[-1]] if len(items) > 1 else items)
+
+
+def crossing(tokens: int | None, points: Mapping[tuple[str, int], dict[str, Any]]) -> str:
+    """From which length on triton is faster than the dense twin, of the lengths that both were measured at."""
+    both = sorted(t for path, t in points if path == "triton" and ("dense", t) in points)
+    if tokens is None:
+        return "Not faster than the dense twin at the longest measured length."
+    if tokens == both[0]:
+        return f"Faster than the dense twin at every measured length (shortest: {tokens:,} tokens)."
+    return f"Faster than the dense twin from {tokens:,} tokens on."
 
 
 def _named_shape(name: str) -> list[str]:
@@ -246,11 +279,26 @@ def flashmla(result: dict[str, Any]) -> list[str]:
                 rows.append([*_named_shape(shape), name, timed(v), graph, f"{v['peak_gib']:.2f}", f"{v['kl_mean']:.4f}"])
         lines += [
             "Step of one layer's core, ms (unfused: of a single run) and peak GiB above the inputs. FlashMLA runs small heads padded.",
-            "As a CUDA graph, the form in which training runs it, the step is without what the host needs for launches:",
+            "As a CUDA graph, the form in which training runs it, the step is without what the host needs for launches.",
+            *slower_graphs(result["layer_step"]),
             *("", *grid([*SHAPE, "backend", "ms", "ms as a graph", "GiB", "mean KL"], rows), ""),
         ]
     training = result.get("training", {})
     return lines + (flashmla_training(training) if "common_steps" in training else [])
+
+
+def slower_graphs(layer_step: dict[str, dict[str, dict[str, float]]]) -> list[str]:
+    """A line for every shape whose graph was slower than the plain form on every backend, by more than 1 %."""
+    lines = []
+    for shape, backends in layer_step.items():
+        more = [v["captured_ms"] / v["ms"] - 1 for v in backends.values() if "captured_ms" in v]
+        if more and min(more) > 0.01:
+            tokens, heads = _named_shape(shape)[:2]
+            lines.append(
+                f"At {tokens} tokens and {heads} heads the graphs, timed after the plain forms, are {100 * min(more):.0f} to {100 * max(more):.0f} % "
+                "slower than these; the cause is not known."
+            )
+    return lines
 
 
 def flashmla_training(training: dict[str, Any]) -> list[str]:

@@ -92,6 +92,33 @@ def test_the_core_is_shown_with_the_peer_and_without_it() -> None:
     assert "No peer: FlashMLA." in "\n".join(tables.core(record))
 
 
+def test_what_was_not_run_of_the_training_steps_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "LENGTHS", (1024, 2048, 4096))
+    every = {(path, tokens) for path in tables.TRAINING_PATHS for tokens in (1024, 2048, 4096)}
+    assert tables.not_run(every) == []
+    left = {("triton", 4096), ("dense", 4096), ("unfused", 1024), ("unfused", 2048), ("unfused", 4096)}
+    assert tables.not_run(every - left) == ["Not run: `triton` and `dense` at 4,096; `unfused` at 1,024, 2,048 and 4,096 tokens."]
+
+
+def test_the_crossover_at_the_shortest_length_is_no_crossover() -> None:
+    points: dict[tuple[str, int], dict[str, Any]] = {(path, tokens): {} for path in ("triton", "dense") for tokens in (2048, 4096)}
+    points["triton", 1024] = {}
+    assert tables.crossing(4096, points) == "Faster than the dense twin from 4,096 tokens on."
+    assert tables.crossing(2048, points) == "Faster than the dense twin at every measured length (shortest: 2,048 tokens)."
+    assert tables.crossing(None, points) == "Not faster than the dense twin at the longest measured length."
+
+
+def test_a_graph_that_is_slower_than_the_plain_form_is_not_passed_over() -> None:
+    def times(plain: float, graph: float) -> dict[str, float]:
+        return {"ms": plain, "captured_ms": graph}
+
+    slower = {"triton": times(10.0, 10.2), "flashmla": times(10.0, 10.8), "unfused": {"ms": 99.0}}
+    mixed = {"triton": times(10.0, 10.2), "flashmla": times(10.0, 10.0)}
+    assert tables.slower_graphs({"T=16384 H=64 D=512 K=512": slower, "T=4096 H=64 D=512 K=512": mixed}) == [
+        "At 16,384 tokens and 64 heads the graphs, timed after the plain forms, are 2 to 8 % slower than these; the cause is not known."
+    ]
+
+
 def test_a_goal_is_met_at_its_target_and_a_missed_one_looks_missed() -> None:
     assert goals.Goal("a", "b", 0.70, True, 0.70).cells() == ["a", "b", "≤ 0.70", "0.70", "met"]
     assert goals.Goal("a", "b", 0.70, True, 0.7003).cells()[2:] == ["≤ 0.70", "0.7003", "missed"]

@@ -236,7 +236,7 @@ class MuonAdamW(torch.optim.Optimizer):
             if not state:
                 # A host integer: a step kept on the device would have to be read back in every update.
                 state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-            state["step"] += 1
+            state["step"] = int(state["step"]) + 1  # a number, whatever wrote the checkpoint
             alike[p.device, p.dtype, state["step"]].append(p)
         beta1, beta2 = group["betas"]
         options = {"lr": group["lr"], "beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"], "eps": group["eps"]}

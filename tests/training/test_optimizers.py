@@ -371,3 +371,20 @@ def test_a_decoder_with_everything_frozen_has_no_optimizer() -> None:
 
     with pytest.raises(ValueError, match="every parameter is frozen"):
         build_optimizer(Frozen(2, 2).requires_grad_(False), OptimizerConfig())
+
+
+def test_a_step_count_that_came_as_a_tensor_goes_on_as_a_number() -> None:
+    results = []
+    for kind in (int, torch.tensor):
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(3)) for _ in range(2)]
+        optimizer = MuonAdamW([{"name": "v", "algorithm": "adamw", "params": params, "lr": 0.1}])
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.ones(3)
+                if optimizer.state[p]:
+                    optimizer.state[p]["step"] = kind(optimizer.state[p]["step"])
+            optimizer.step()
+        assert [type(optimizer.state[p]["step"]) for p in params] == [int, int]
+        results.append(torch.stack([p.detach() for p in params]))
+    assert torch.equal(*results)

@@ -250,7 +250,7 @@ def run_task(number: int, name: str, backward: str, what: Any, device: str = "cu
 
 
 def run_gate(quick: bool, backwards: tuple[str, ...], workers: int, only: str | None = None) -> dict[str, Any]:
-    """{passed, seconds, checks, failed}: every task, in `workers` processes on one GPU."""
+    """{quick, passed, seconds, checks, failed, records}: every task, in `workers` processes on one GPU."""
     began = time.perf_counter()
     todo = tasks(quick, backwards, only)
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -263,7 +263,8 @@ def run_gate(quick: bool, backwards: tuple[str, ...], workers: int, only: str | 
                 records.append({"name": name, "failures": [f"not run: {type(error).__name__}"], "errors": {}, "seconds": 0})
     failed = [record for record in records if record["failures"]]
     seconds = round(time.perf_counter() - began, 1)
-    return {"passed": bool(records) and not failed, "seconds": seconds, "checks": len(records), "failed": failed, "records": records}
+    passed = bool(records) and not failed
+    return {"quick": quick, "passed": passed, "seconds": seconds, "checks": len(records), "failed": failed, "records": records}
 
 
 def main() -> int:

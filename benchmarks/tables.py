@@ -51,7 +51,9 @@ def origin(result: dict[str, Any]) -> str:
     parts += [f"Triton {result['triton']}"] if "triton" in result and isinstance(result["triton"], str) else []
     gate = result.get("gate")
     if gate:
-        parts.append("correctness gate green" if gate["passed"] else "CORRECTNESS GATE RED")
+        kind = "quick correctness gate" if gate.get("quick") else "correctness gate"
+        checks = f", {gate['checks']} checks" if "checks" in gate else ""
+        parts.append((f"{kind} green" if gate["passed"] else f"{kind} RED") + checks)
     return f"{', '.join(parts)}, code at {result['git_sha']}{' with uncommitted changes' if result.get('git_dirty') else ''}."
 
 

@@ -9,8 +9,8 @@ Paths: `unfused` and `triton` are the backends; `dense` is the dense-attention t
 attention layer is PyTorch's scaled_dot_product_attention over all tokens; on a GPU it has the fused row operations of `triton`. There `triton` and
 `dense` run forward and backward as one CUDA graph, as training does; `triton-plain` is trainer.cuda_graph=never. One step: forward, losses, backward,
 optimizer, without clipping, update of the router biases, schedule and logging; one document per row, random tokens, bf16 autocast on a GPU. Each
-point runs in a process of its own, so that memory is its own. Writes benchmarks/results/train_step_<model>_<card>.json and .png with the crossover; short lengths where sparse attention loses are shown as
-they are.
+point runs in a process of its own, so that memory is its own. Writes benchmarks/results/train_step_<model>_<card>.json and .png with the crossover;
+short lengths where sparse attention loses are shown as they are.
 """
 
 from __future__ import annotations

@@ -25,6 +25,16 @@ def test_nothing_is_shown_that_was_timed_on_a_red_gate() -> None:
         assert gate is None or gate["passed"], name
 
 
+def test_the_gate_says_whether_it_was_the_quick_one_and_how_much_it_checked() -> None:
+    record = {"gpu": "card", "torch": "2", "git_sha": "abc"}
+    for gate, told in (
+        ({"passed": True, "quick": True, "checks": 37}, "card, torch 2, quick correctness gate green, 37 checks, code at abc."),
+        ({"passed": True, "checks": 48}, "card, torch 2, correctness gate green, 48 checks, code at abc."),
+        ({"passed": False}, "card, torch 2, correctness gate RED, code at abc."),
+    ):
+        assert tables.origin(record | {"gate": gate}) == told
+
+
 def test_losses_of_training_are_shown_only_over_the_steps_that_every_backend_did() -> None:
     alone = {"steps": 3, "median_step_ms": 12.5, "peak_gib": 1.0, "first_step_s": 20.0, "loss_every_20": [9.0], "kl_every_20": [0.5]}
     training = {"tokens_per_row": 2048, "documents_per_row": 5, "backends": {"triton": alone, "unfused": alone | {"cut_short": "too slow"}}}

@@ -42,6 +42,7 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 LENGTHS = (2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
 PLAIN = "-plain"  # this path launches every kernel by itself
 PATHS = ("unfused", "triton", "triton" + PLAIN, "dense")
+READY = "ready"  # what a process that waits for its turn prints
 # What a kernel's name says about the part of the step it belongs to; the first match counts.
 PARTS = {
     "hyper-connections": (
@@ -269,7 +270,10 @@ def plot(records: list[dict[str, Any]], title: str, target: Path) -> None:
 
 
 def measured_points(args: argparse.Namespace) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """(path, tokens, record) of every point, one after the other, each in a process of its own: they import beforehand, side by side, and wait."""
+    """(path, tokens, record) of every point, one after the other, each in a process of its own.
+
+    They import side by side and wait; the first begins when all have done so, for imports would take the host's time from what is measured.
+    """
     with contextlib.ExitStack() as stack:
         waiting = []
         for tokens, path in itertools.product(args.tokens, args.paths):
@@ -279,6 +283,11 @@ def measured_points(args: argparse.Namespace) -> Iterator[tuple[str, int, dict[s
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True)
             stack.callback(process.kill)
             waiting.append((path, tokens, process, errors))
+        for _, _, process, _ in waiting:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.strip() == READY:
+                    break  # a process that dies instead closes its output
         for path, tokens, process, errors in waiting:
             printed, _ = process.communicate("go\n")
             if process.returncode:
@@ -307,6 +316,8 @@ def main() -> int:
         path, tokens = args.point.split("@")
         for module in ("benchmarks.decoder_training", "csa_model.data.packing", "hydra"):  # what takes long and needs no GPU
             importlib.import_module(module)
+        if args.wait:
+            print(READY, flush=True)
         if args.wait and not sys.stdin.readline():
             return 1  # whoever started this is gone: without it, all that wait would measure at once
         print(json.dumps(measure_point(args.model, path, int(tokens), args.device, args.repeats, not args.no_profile)))

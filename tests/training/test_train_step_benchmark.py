@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dense twin of the step benchmark runs the same row operations as the backend it stands beside."""
+"""The step benchmark: the dense twin's row operations, what is counted, and that nothing else runs while a point is measured."""
 
 from __future__ import annotations
 
+import argparse
 import io
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,7 +59,43 @@ def test_the_launches_of_a_step_are_counted(monkeypatch: pytest.MonkeyPatch) -> 
     assert profile["parts_ms"] == {"matrix products": pytest.approx(0.9), "copies and casts": pytest.approx(0.1)}
 
 
-def test_a_point_whose_parent_is_gone_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+CHILD = """#!{python}
+import json, pathlib, sys, time
+point = sys.argv[sys.argv.index("--point") + 1]
+log = pathlib.Path({log!r})
+def tell(what):
+    with log.open("a") as file:
+        file.write(f"{{what}} {{point}}\\n")
+print("a line of some library")
+if point == "dense@128":
+    print("broken", file=sys.stderr)
+    sys.exit(1)
+time.sleep(0.5 if point == "dense@256" else 0)
+tell("ready")
+print("ready", flush=True)
+assert sys.stdin.readline() == "go\\n"
+tell("measured")
+print("another line")
+print(json.dumps({{"point": point}}))
+"""
+
+
+def test_no_point_is_measured_before_all_have_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    log, child = tmp_path / "log", tmp_path / "child"
+    child.write_text(CHILD.format(python=sys.executable, log=str(log)))
+    child.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(child))
+    args = argparse.Namespace(tokens=[128, 256], paths=["unfused", "dense"], model="nano", device="cpu", repeats=1, no_profile=True)
+    got = list(train_step.measured_points(args))
+    assert [(path, tokens) for path, tokens, _ in got] == [("unfused", 128), ("dense", 128), ("unfused", 256), ("dense", 256)]
+    assert [record.get("point") for _, _, record in got] == ["unfused@128", None, "unfused@256", "dense@256"]
+    assert got[1][2]["failed"] == "broken"
+    done = log.read_text().split("\n")
+    assert {line.split()[0] for line in done[:3]} == {"ready"}
+    assert done[3:6] == ["measured unfused@128", "measured unfused@256", "measured dense@256"]
+
+
+def test_a_point_whose_parent_is_gone_measures_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     measured: list[tuple[object, ...]] = []
 
     def measure_point(*arguments: object) -> dict[str, int]:
@@ -69,4 +107,5 @@ def test_a_point_whose_parent_is_gone_measures_nothing(monkeypatch: pytest.Monke
     for told, status in (("", 1), ("go\n", 0)):
         monkeypatch.setattr(sys, "stdin", io.StringIO(told))
         assert train_step.main() == status
+        assert capsys.readouterr().out.splitlines() == ["ready"] + ["{}"] * (status == 0)
     assert len(measured) == 1

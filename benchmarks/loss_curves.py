@@ -3,7 +3,8 @@
 
 Trains a model on the interpreter's sources with `train.py`, for every seed with unfused and with every backend asked for. Two questions:
 
-- Is a backend as near to unfused with the same seed as it should be? The yardstick is the distance between unfused runs of different seeds.
+- Is a backend as near to unfused with the same seed as it should be? The yardstick is the distance between unfused runs of different seeds: other
+  initial weights on the same batches.
 - Is it biased? The mean relative difference to unfused with its sign, a mean and a standard error over the seeds: noise has no preferred sign.
 
 The runs share one GPU, as many at the same time as half the CPU cores, so their speed says nothing. Further arguments go to train.py. Writes
@@ -36,6 +37,7 @@ ROOT = Path(__file__).parent.parent
 MODELS = sorted(path.stem for path in (ROOT / "configs" / "model").glob("*.yaml"))
 SETTINGS = [
     "trainer=gpu",
+    "data_seed=1",  # the order of the data is that of every run, so that a seed is another set of initial weights and nothing else
     "data.sequence_length=1024",
     "data.tokens_per_batch=8192",
     "scheduler.warmup_steps=20",
@@ -77,6 +79,12 @@ def signed_difference(curve: Curve, reference: Curve, after: float = 0) -> float
     """Mean of curve / reference - 1 over the steps beyond `after` that both have; None where there are none. The reference is positive."""
     common = [step for step in curve.keys() & reference.keys() if step > after]
     return fmean(curve[step] / reference[step] - 1 for step in common) if common else None
+
+
+def seeds_order_data(settings: Iterable[str]) -> bool:
+    """Whether, under these arguments of train.py, a seed also set the order of the data; the last data_seed counts, null is none."""
+    chosen = [item.split("=", 1)[1] for item in settings if item.startswith("data_seed=")]
+    return not chosen or chosen[-1] == "null"
 
 
 def over_seeds(values: Iterable[float | None]) -> dict[str, Any]:

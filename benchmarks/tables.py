@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks import RESULTS, goals
 from benchmarks.goals import COMPRESSED, OURS, PEER
+from benchmarks.loss_curves import seeds_order_data
 from benchmarks.train_step import LENGTHS
 
 CARD = "nvidia_h200"
@@ -328,7 +329,7 @@ def loss_curves(results: list[dict[str, Any]]) -> list[str]:
     """Distances of the loss curves and their differences with the sign, per model."""
     lines = ["## The course of training", ""]
     lines += [
-        "Does a backend train as unfused does? A seed sets the weights and the order of the data; runs of one seed see the same batches.",
+        "Does a backend train as unfused does? Runs of one seed have the same initial weights and see the same batches.",
         "Distance: mean absolute difference over the logged steps, averaged over the seeds, beside that of unfused runs of different seeds.",
         "Bias: mean relative difference to unfused of the same seed with its sign, ± the standard error over the seeds.",
     ]
@@ -345,13 +346,19 @@ def loss_curves(results: list[dict[str, Any]]) -> list[str]:
         ]
         lines += [
             *("", f"### model={result['model']}", "", origin(result), ""),
-            f"{result['steps']} steps on the interpreter's sources, seeds 1 to {result['seeds']}.",
+            f"{result['steps']} steps on the interpreter's sources, seeds 1 to {result['seeds']}. {what_seeds_set(result)}",
             *([f"Runs that failed: {', '.join(result['failed'])}."] if result["failed"] else []),
             *("", *grid(["distance", *CURVES.values()], rows), ""),
             *grid(["bias", "LM loss", "LM loss, second half", "indexer KL", "indexer KL, second half"], biases),
             *("", f"![Loss curves of {result['model']}](../benchmarks/results/loss_curves_{result['model']}_{CARD}.png)"),
         ]
     return lines
+
+
+def what_seeds_set(result: dict[str, Any]) -> str:
+    if seeds_order_data(result["settings"]):
+        return "A seed sets the initial weights and the order of the data: a step of another seed sees another batch, which widens its distance."
+    return "A seed sets the initial weights alone: every run sees the same batches."
 
 
 def of_seeds(distances: dict[str, Any], seeds: int) -> str:

@@ -54,6 +54,7 @@ def test_loss_curves_of_several_models_stand_in_one_section(monkeypatch: pytest.
     runs = {key: {metric: {5: 1.0 + value} for metric in tables.CURVES} for key, value in offsets.items()}
     for model in ("small", "nano"):
         record = {"card": "Card", "torch": "2", "git_sha": "abc", "model": model, "steps": 5, "seeds": 2, "failed": ["triton seed 3"]}
+        record["settings"] = ["trainer=gpu", *(["data_seed=1"] if model == "nano" else [])]
         (tmp_path / f"loss_curves_{model}_{tables.CARD}.json").write_text(json.dumps(record | summary(runs, 5)))
     page = render()
     assert page.count("## The course of training") == 1
@@ -62,6 +63,9 @@ def test_loss_curves_of_several_models_stand_in_one_section(monkeypatch: pytest.
     assert "| triton, the same seed | 0.12 | 0.12 | 0.12 |" in page
     assert "| triton | +0.00% ± 10.00% | +0.00% ± 10.00% | +0.00% ± 10.00% | +0.00% ± 10.00% |" in page
     assert "Runs that failed: triton seed 3." in page
+    nano, small = page.split("### model=small\n")
+    assert "A seed sets the initial weights alone" in nano
+    assert "A seed sets the initial weights and the order of the data" in small
     assert "results/loss_curves_nano_nvidia_h200.png)" in page
 
 

@@ -16,7 +16,18 @@ import pytest
 import torch
 
 from benchmarks import loss_curves
-from benchmarks.loss_curves import LOGGED, Runs, arguments, command, distance, over_seeds, signed_difference, summary, within_noise
+from benchmarks.loss_curves import (
+    LOGGED,
+    Runs,
+    arguments,
+    command,
+    distance,
+    over_seeds,
+    seeds_order_data,
+    signed_difference,
+    summary,
+    within_noise,
+)
 from csa_model.overrides import check_arguments
 from tests.entry.helpers import CONFIGS
 
@@ -81,6 +92,13 @@ def test_a_run_is_a_command_line_that_train_py_takes() -> None:
     check_arguments(got[2:], CONFIGS)
     assert {"model=small_flash", "backend=flashmla", "seed=3", "trainer.max_steps=60", f"run_dir={Path('runs') / 'a'}"} <= set(got)
     assert got[-1] == "optimizer.lr=3e-4"  # the last one wins
+    assert "data_seed=1" in got
+
+
+def test_seeds_order_the_data_unless_that_has_a_seed_of_its_own() -> None:
+    assert not seeds_order_data(loss_curves.SETTINGS)
+    assert seeds_order_data([item for item in loss_curves.SETTINGS if not item.startswith("data_seed")])
+    assert seeds_order_data([*loss_curves.SETTINGS, "data_seed=null"])
 
 
 def test_what_the_options_set_may_not_be_set_behind_their_back(capsys: pytest.CaptureFixture[str]) -> None:

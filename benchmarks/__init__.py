@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -28,6 +29,15 @@ def provenance() -> dict[str, Any]:
         # a copy cannot tell: its own git data, if it has any, belong to another commit
         "git_dirty": None if COPIED_FROM or (changes := _git("status", "--porcelain", "--", "kernels", "benchmarks/*.py")) is None else bool(changes),
     }
+
+
+def write_json(path: Path, result: dict[str, Any]) -> None:
+    """In one piece, making the folder: a process that is stopped, or a result that is no JSON, leaves the last record and never half of one."""
+    text = json.dumps(result, indent=1) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    part.replace(path)
 
 
 def _cpu_model() -> str | None:

@@ -4,7 +4,7 @@
 One step: index scores, top-k, attention forward, teacher, KL, attention backward, indexer backward; random bf16 data, one document, ratio 4.
 Paths: backend=triton, FlashMLA + cuDNN frontend where both are installed, plain PyTorch autograd up to 4,096 tokens. Nothing is timed on a red gate,
 and no path whose KL or output disagrees is reported. Writes benchmarks/results/csa_core_<card>.json; CSA_GIT_SHA names the
-commit where the copy that runs has no .git.
+commit where there is no .git.
 
 Times are medians of device-event timings with a cold L2, alternating between the paths; "spread" is the relative difference of two such medians.
 """
@@ -12,7 +12,6 @@ Times are medians of device-event timings with a cold L2, alternating between th
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import traceback
 from collections.abc import Callable
@@ -25,7 +24,7 @@ import triton
 from torch import Tensor
 from triton.testing import do_bench
 
-from benchmarks import RESULTS, provenance
+from benchmarks import RESULTS, provenance, write_json
 from benchmarks.csa_core_peers import ComposedInputs, autograd_step, composed_missing, composed_pieces, composed_step
 from benchmarks.csa_gate import run_gate
 from benchmarks.csa_gate_cases import Inputs, random_inputs
@@ -292,12 +291,10 @@ def main() -> int:
                 record = {"tokens": tokens, "heads": heads, "head_dim": dim, "topk": topk, "failed": str(error).splitlines()[0]}
                 print(record, flush=True)
             result["shapes"].append(record)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(result, indent=1) + "\n")
+            write_json(path, result)
     else:
         print("nothing is timed on a red gate")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(path, result)
     print(f"wrote {path}")
     return 0 if gate.passed else 1
 

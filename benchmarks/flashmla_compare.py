@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from itertools import product
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from kernels import Backend, get_backend
 
 BF16 = torch.bfloat16
 TOKENS = (4_096, 16_384)
-SMALL = (64, 16)  # head dim, heads of a shape that FlashMLA runs padded
+SMALL_HEADS, SMALL_DIM = 16, 64  # a shape that FlashMLA runs padded
 
 
 def layer(tokens: int, heads: int = 64, dim: int = 512, topk: int = 512) -> Inputs:
@@ -100,7 +101,7 @@ def layer_step(flashmla: Mapping[str, Backend], steps: int, seconds: float) -> I
     `captured_ms`: the same step replayed as a CUDA graph.
     """
     results = {}
-    for tokens, heads, dim in ((4_096, 64, 512), (16_384, 64, 512), (4_096, SMALL[1], SMALL[0]), (16_384, SMALL[1], SMALL[0])):
+    for (heads, dim), tokens in product(((64, 512), (SMALL_HEADS, SMALL_DIM)), TOKENS):
         x = layer(tokens, heads, dim)
         backends = {f"flashmla, {name} backward": backend for name, backend in flashmla.items()} | {"triton": get_backend("triton")}
         functions = {name: _core_step(backend, x) for name, backend in backends.items()}

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import RESULTS, provenance
+from benchmarks import RESULTS, provenance, write_json
 from benchmarks.csa_gate import check_case
 from benchmarks.csa_gate_cases import Case, Inputs, pairwise_cases, random_inputs
 from benchmarks.csa_gate_checks import norm_error, reference_once, train_once
@@ -295,19 +295,19 @@ def main() -> int:
     )
     result["gate"] = {key: value for key, value in gate.items() if key != "records"}
     result["gate"]["worst"] = _worst(gate["records"])
-    _write(path, result)
+    write_json(path, result)
     if gate["passed"] and not args.only and not args.no_compare:
         from benchmarks.flashmla_compare import STAGES
 
         for name, stage in STAGES.items():
             try:
                 for result[name] in stage({b: backend_of(b) for b in backwards}, args.steps, args.seconds):
-                    _write(path, result)  # what is measured stays, whatever comes after it
+                    write_json(path, result)  # what is measured stays, whatever comes after it
                 print(json.dumps({name: result[name]}, indent=1), flush=True)
             except Exception as error:
                 traceback.print_exc()
                 result[f"{name}_failed"] = f"{type(error).__name__}: {str(error)[:300]}"
-                _write(path, result)
+                write_json(path, result)
     print(f"wrote {path}")
     return 0 if gate["passed"] else 1
 
@@ -319,14 +319,6 @@ def _worst(records: list[dict[str, Any]]) -> dict[str, float]:
         for name, (error, allowed) in record["errors"].items():
             worst[name] = max(worst.get(name, 0.0), error / allowed if allowed > 0 else 0.0)
     return {name: round(share, 3) for name, share in sorted(worst.items())}
-
-
-def _write(path: Path, result: dict[str, Any]) -> None:
-    """In one piece: whoever stops the process finds the last record, never half of one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(result, indent=1) + "\n")
-    part.replace(path)
 
 
 if __name__ == "__main__":

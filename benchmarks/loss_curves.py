@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import os
 import subprocess
 import sys
@@ -31,7 +30,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import RESULTS, provenance
+from benchmarks import RESULTS, provenance, write_json
 
 ROOT = Path(__file__).parent.parent
 MODELS = sorted(path.stem for path in (ROOT / "configs" / "model").glob("*.yaml"))
@@ -180,13 +179,6 @@ def plot(runs: Runs, title: str, target: Path) -> None:
     pyplot.close(figure)
 
 
-def write(result: dict[str, Any], target: Path) -> None:
-    """In one piece: whoever stops the process finds the last record, never half of one."""
-    part = target.with_name(target.name + ".part")
-    part.write_text(json.dumps(result, indent=1) + "\n")
-    part.replace(target)
-
-
 def arguments(given: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
     """The options, and what goes on to train.py."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -249,7 +241,7 @@ def main() -> int:
                     runs = {k: runs[k] for k in plan if k in runs}
                     print(f"{backend} seed {seed} done", flush=True)
                 curves = {f"{b} seed {s}": curves for (b, s), curves in runs.items()}
-                write(result | summary(runs, args.steps) | {"failed": failed, "curves": curves}, target)
+                write_json(target, result | summary(runs, args.steps) | {"failed": failed, "curves": curves})
     compared = summary(runs, args.steps)
     plot(runs, f"model={args.model}, {result['card']}", target.with_suffix(".png"))
     good = within_noise(compared, args.backends)

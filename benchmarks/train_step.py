@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks import RESULTS, provenance
+from benchmarks import RESULTS, provenance, write_json
 from kernels import Backend, BackendUnsupported, Geometry, PackedLayout, StaticLayout, get_backend
 from kernels.backend import RowOperations
 
@@ -334,11 +334,11 @@ def main() -> int:
             print(f"    {record['profile']['kernels']:,} kernels on the GPU, which waits {record['host_bound']:.0%} of the step: ", end="")
             print(", ".join(f"{part} {ms:.1f} ms" for part, ms in record["profile"]["parts_ms"].items()), flush=True)
         if args.device == "cuda":  # after every point: a run that is stopped keeps what it has
-            target.write_text(json.dumps(result, indent=1) + "\n")
+            write_json(target, result)
     result["crossover_tokens"] = {path: crossover(records, path) for path in args.paths if path != "dense" and "dense" in args.paths}
     print(f"faster than the dense twin from: {result['crossover_tokens']}")
     if args.device == "cuda":
-        target.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(target, result)
         plot(records, f"training step, model={args.model}, {torch.cuda.get_device_name()}", target.with_suffix(".png"))
         print(f"wrote {target}")
     return 0 if all("failed" not in r or r["failed"].startswith("out of memory") for r in records) else 1

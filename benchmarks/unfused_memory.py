@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import RESULTS, provenance
+from benchmarks import RESULTS, provenance, write_json
 from kernels import ALL_VISIBLE, PackedLayout, get_backend
 
 HEADS, DIM, INDEX_HEADS, INDEX_DIM, WINDOW, TOPK, RATIO = 8, 64, 4, 32, 64, 64, 4
@@ -160,8 +160,7 @@ def main() -> None:
         "points": points,
     }
     if arguments.tokens == parser.get_default("tokens"):
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "unfused_memory.json").write_text(json.dumps(result, indent=2) + "\n")
+        write_json(RESULTS / "unfused_memory.json", result)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import flashmla_gate, flashmla_training
+from benchmarks import flashmla_gate, flashmla_training, write_json
 from benchmarks.flashmla_training import Course, follow, over_common_steps
 from csa_model.config import ExperimentConfig
 from kernels import get_backend
@@ -99,9 +99,25 @@ def test_every_backend_trains_from_the_same_weights_on_the_same_batches(monkeypa
     assert final["backends"]["triton"]["peak_gib"] == 2.0
 
 
-def test_a_record_that_cannot_be_written_leaves_the_last_one(tmp_path: Path) -> None:
-    flashmla_gate._write(tmp_path / "results" / "a.json", {"a": 1})
+def test_a_record_that_cannot_be_written_leaves_the_last_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    target = tmp_path / "results" / "a.json"
+    write_json(target, {"a": 1})
     with pytest.raises(TypeError):
-        flashmla_gate._write(tmp_path / "results" / "a.json", {"a": object()})
-    assert (tmp_path / "results" / "a.json").read_text() == '{\n "a": 1\n}\n'
-    assert [p.name for p in (tmp_path / "results").iterdir()] == ["a.json"]
+        write_json(target, {"a": object()})
+    assert target.read_text() == '{\n "a": 1\n}\n'
+    assert [p.name for p in target.parent.iterdir()] == ["a.json"]
+
+    def stopped(path: Path, text: str) -> None:
+        path.open("w").write(text[:3])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        write_json(target, {"a": 2})
+    assert target.read_text() == '{\n "a": 1\n}\n'
+
+
+def test_the_gate_says_whether_it_was_the_quick_one() -> None:
+    for quick in (True, False):
+        got = flashmla_gate.run_gate(quick, ("triton",), 1, only="no check has this name")
+        assert (got["quick"], got["checks"], got["passed"]) == (quick, 0, False)

@@ -131,7 +131,7 @@ def nothing_behind_invalid_ids(backend: Backend, device: str) -> list[str]:
 
 
 def scales(backend: Backend, device: str) -> list[str]:
-    """Field report 25: the same logits through scales of 1/64 and 1/1024; dq and the key gradients within 1 % of float64 at both, about equally."""
+    """The same logits through scales of 1/64 and 1/1024; dq and the key gradients within 1 % of float64 at both, about equally."""
     failures, errors = [], {}
     for scale in (1 / 64, 1 / 1024):
         x = choose(backend, flagship(device, [300], 14, scale=scale))
@@ -145,7 +145,7 @@ def scales(backend: Backend, device: str) -> list[str]:
 
 
 def sinks_per_head(backend: Backend, device: str) -> list[str]:
-    """Field report 56: sinks 0.1, 0.2, ... in float32; every head by itself within bfloat16 of float64."""
+    """Sinks 0.1, 0.2, ... in float32; every head by itself within bfloat16 of float64."""
     x = choose(backend, flagship(device, [260], 15))
     x.sink = torch.arange(1, 65, device=device, dtype=torch.float32) / 10
     exact, got = reference_once(x, "full_csa"), train_once(backend, x, x.leaves(), "full_csa")
@@ -154,7 +154,7 @@ def sinks_per_head(backend: Backend, device: str) -> list[str]:
 
 
 def window_in_the_teacher(backend: Backend, device: str) -> list[str]:
-    """Field report 02: a constant on the window logits alone moves the KL, in this backend as in float64; the old teacher does not see it."""
+    """A constant on the window logits alone moves the KL, in this backend as in float64; the old teacher does not see it."""
     failures, moved = [], {}
     for teacher in ("full_csa", "compressed_only"):
         values = []

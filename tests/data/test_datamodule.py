@@ -144,7 +144,7 @@ def test_a_step_of_two_ranks_counts_both(tmp_path: Path) -> None:
 
 
 def test_validation_does_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
-    """Field report 81: the sums over all ranks are those of one process."""
+    """The sums over all ranks are those of one process."""
     module = datamodule_of(tmp_path, LENGTHS, validation_fraction=0.4)
     whole = list(module.val_dataloader())
     assert len(whole) == 3

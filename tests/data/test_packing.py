@@ -17,7 +17,7 @@ RATIOS = (4, 8)
 
 
 def test_documents_of_one_token_stay_documents_of_their_own() -> None:
-    """Field report 99: boundaries inferred from decreasing positions merge one-token documents."""
+    """Against boundaries inferred from decreasing positions, which merge one-token documents."""
     batch = pack([[1, 2, 3], [4], [5], [6, 7, 8, 9, 10]], None, RATIOS)
     assert batch.layout.cu_seqlens.tolist() == [0, 3, 4, 5, 10]
     assert batch.layout.compressed_cu_seqlens(4).diff().tolist() == [0, 0, 0, 1]
@@ -27,7 +27,7 @@ def test_documents_of_one_token_stay_documents_of_their_own() -> None:
 
 
 def test_padding_changes_no_token_target_or_count() -> None:
-    """Field report 100: padded boundaries passed as real ones."""
+    """Against padded boundaries passed as real ones."""
     documents = [[1, 2, 3, 4, 5], [6, 7, 8, 9]]
     tight, padded = pack(documents, None, RATIOS), pack(documents, 12, RATIOS)
     with_empty = pack([documents[0], [], documents[1], []], 12, RATIOS)
@@ -42,7 +42,7 @@ def test_padding_changes_no_token_target_or_count() -> None:
 
 
 def test_a_row_without_any_target_counts_nothing() -> None:
-    """Field report 18: all labels of a micro-batch masked gives 0/0; here the divisor is that of the step, and 0 for such a row."""
+    """A mean over no labels would be 0/0; here the divisor is that of the step, and 0 for such a row."""
     for batch in (pack([[3], [4]], 4, RATIOS), pack([], 4, RATIOS)):
         assert batch.targets.tolist() == [IGNORED] * 4
         assert (batch.step.tokens, batch.step.mtp_tokens, batch.target_bytes) == (0, 0, 0)
@@ -50,7 +50,7 @@ def test_a_row_without_any_target_counts_nothing() -> None:
 
 
 def test_counts_of_micro_batches_add_up_to_those_of_the_joint_row() -> None:
-    """Field report 102: mean of means under accumulation with unequal token counts (10 and 2 tokens)."""
+    """Against a mean of means under accumulation with unequal token counts (10 and 2 tokens)."""
     long, short = list(range(1, 12)), [1, 2, 3]
     joint = pack([long, short], None, RATIOS).step
     parts = pack([long], None, RATIOS).step + pack([short], None, RATIOS).step

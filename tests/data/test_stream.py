@@ -33,7 +33,7 @@ def own_counts(rows: TrainRows, row: int):
 
 
 def test_the_plan_counts_what_the_packed_rows_hold(tmp_path: Path) -> None:
-    """Field report 102: the divisor of an accumulated step is the count over all its micro-batches."""
+    """The divisor of an accumulated step is the count over all its micro-batches."""
     rows = rows_of(tmp_path)
     n = 3 * rows.stream.rows_of_epoch(0)  # over the ends of epochs
     own = [own_counts(rows, row) for row in range(n)]
@@ -110,7 +110,7 @@ def test_a_worker_gets_the_path_and_not_the_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_validation_rows_are_shared_without_repeats_or_losses(tmp_path: Path, world_size: int) -> None:
-    """Field report 81: a sampler that repeats samples makes validation depend on the world size. Five documents of different length."""
+    """A sampler that repeats samples would make validation depend on the world size. Five documents of different length."""
     source = source_of(tmp_path / "tokens.bin", [5, 30, 17, 9, 26], 32)
     whole = list(ValidationRows(source, 32, RATIOS, 100))
     shares = [ValidationRows(source, 32, RATIOS, 100, rank, world_size) for rank in range(world_size)]

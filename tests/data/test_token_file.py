@@ -59,7 +59,7 @@ def test_large_files_are_checked_and_cut_in_parts(tmp_path: Path, monkeypatch: p
 
 
 def test_a_file_of_another_dtype_is_refused(tmp_path: Path) -> None:
-    """Field report 97: a uint32 file read as uint16 gives plausible ids."""
+    """A uint32 file read as uint16 would give plausible ids."""
     path = tmp_path / "tokens.bin"
     token_file_of(path, [5, 6], dtype="uint32")
     edit(path, dtype="uint16")
@@ -69,7 +69,7 @@ def test_a_file_of_another_dtype_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("missing", [1, 2])
 def test_a_truncated_file_is_refused(tmp_path: Path, missing: int) -> None:
-    """Field report 97: a file truncated by one byte; and by one whole token."""
+    """A file truncated by one byte; and by one whole token."""
     path = tmp_path / "tokens.bin"
     token_file_of(path, [5, 6])
     path.write_bytes(path.read_bytes()[:-missing])

@@ -10,9 +10,9 @@ from csa_model.run_dir import plain
 from tests.entry.helpers import checked, load
 
 REFUSED = {
-    "field report 20, list shorter than the layers": (["model.num_hidden_layers=3", "model.compress_ratios=[4,4]"], ["2 entries", "need 4", "=3"]),
+    "list shorter than the layers": (["model.num_hidden_layers=3", "model.compress_ratios=[4,4]"], ["2 entries", "need 4", "=3"]),
     "the MTP entry forgotten": (["model.compress_ratios=[0,0,4,16,4,16,4]"], ["7 entries", "need 8", "MTP"]),
-    "field report 20, ratio 5 is HCA but 3 is nothing": (
+    "ratio 5 is HCA but 3 is nothing": (
         ["model.compress_ratios=[0,0,4,3,4,16,4,0]"],
         ["compress_ratios[3]=3", "0 (window", "4 (CSA)"],
     ),
@@ -60,7 +60,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_impossible_settings_name_key_value_and_what_is_legal(name: str) -> None:
-    """Field report 20 among them: lengths and ratios are checked before any work."""
+    """Lengths and ratios among them are checked before any work."""
     overrides, fragments = REFUSED[name]
     with pytest.raises(ConfigError) as error:
         checked(*overrides)

@@ -59,7 +59,7 @@ def test_yaml_defaults_and_dataclass_defaults_agree_on_every_key() -> None:
 
 
 def test_command_line_wins_over_an_experiment_and_over_a_debug_preset() -> None:
-    """Field report 88: an experiment that sets a group, and the same group on the command line."""
+    """An experiment that sets a group, and the same group on the command line."""
     assert load("experiment=small_gpu", "data.path=x").backend.name == "triton"
     for arguments in (["experiment=small_gpu", "backend=unfused"], ["backend=unfused", "experiment=small_gpu"]):
         config = load(*arguments, "data.path=x")

@@ -64,7 +64,7 @@ def test_two_stages_on_cuda_13_end_as_a_user_that_starts_training() -> None:
 
 
 def test_flashmla_comes_from_a_pinned_wheel_and_is_never_built_from_source() -> None:
-    """Field report 28: source builds die on CUDA 13, and the package called flash-mla predates sparse attention."""
+    """Source builds die on CUDA 13, and the package called flash-mla predates sparse attention."""
     code = "\n".join(INSTRUCTIONS).lower()
     assert "git clone" not in code
     assert "flashmla.git" not in code

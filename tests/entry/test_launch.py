@@ -47,7 +47,7 @@ def test_metrics_lie_in_the_run_folder_and_nothing_else_does(tmp_path: Path) -> 
 
 
 def test_a_continued_run_keeps_its_rows_up_to_the_checkpoint_and_drops_later_ones(tmp_path: Path) -> None:
-    """Field report 95: steps before the checkpoint are not overwritten; those after it, of a run that crashed, do not stay beside their repeats."""
+    """Steps before the checkpoint are not overwritten; those after it, of a run that crashed, do not stay beside their repeats."""
     run = RunDirectory(tmp_path)
     write(run, None, 1, 2, 3)
     write(run, 2, 3, 4, name="b")
@@ -91,7 +91,7 @@ def test_every_trainer_setting_reaches_lightning(tmp_path: Path) -> None:
 
 
 def test_a_job_leaves_no_rank_port_or_arguments_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Field report 85: what the first job of a multirun puts into the environment does not reach the second."""
+    """What the first job of a multirun puts into the environment does not reach the second."""
     monkeypatch.setattr(sys, "argv", ["train.py", "-m", "seed=1,2"])
     for name in JOB_VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -119,7 +119,6 @@ def test_ranks_are_known_before_any_process_group(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_online_logger_without_an_account_is_refused_before_it_can_prompt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Field report 89."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     for name in ("WANDB_API_KEY", "WANDB_MODE"):

@@ -30,7 +30,7 @@ from tests.entry.helpers import CONFIGS
     ],
 )
 def test_typos_are_answered_with_the_legal_names(argument: str, fragments: list[str]) -> None:
-    """Field report 21 among them: a backend that does not exist is no silent switch to another."""
+    """A backend that does not exist is among them: it is no silent switch to another."""
     with pytest.raises(ConfigError) as error:
         check_arguments([argument], CONFIGS)
     for fragment in fragments:
@@ -39,7 +39,7 @@ def test_typos_are_answered_with_the_legal_names(argument: str, fragments: list[
 
 @pytest.mark.parametrize("argument", ["--teacher=full_csa", "-teacher=full_csa", "--trainer.max_steps=5"])
 def test_dashes_are_answered_with_the_form_that_works(argument: str) -> None:
-    """Field report 94: sweep agents add dashes."""
+    """Sweep agents add dashes."""
     with pytest.raises(ConfigError, match=f"write {argument.lstrip('-')}"):
         check_arguments([argument], CONFIGS)
 

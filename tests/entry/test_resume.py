@@ -24,7 +24,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_last_a_file_a_run_folder_and_a_checkpoint_folder_name_the_same_file(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Field report 86: also relative, from another working directory."""
+    """Also relative, from another working directory."""
     monkeypatch.chdir(run.parent.parent)
     relative = run.relative_to(Path.cwd())
     expected = run / "checkpoints" / "last.ckpt"
@@ -63,7 +63,7 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
     ["teacher=compressed_only", "backend=triton", "model.index_topk=16", "stage=dense", "optimizer.lr=1e-4", "data.sequence_length=64", "seed=3"],
 )
 def test_settings_that_make_another_experiment_are_named_and_refused(run: Path, override: str) -> None:
-    """Field report 86: a teacher or backend that differs is named, not ignored."""
+    """A teacher or backend that differs is named, not ignored."""
     stored, step = read_config(run / "checkpoints" / "last.ckpt")
     assert step == 4
     key = {"teacher": "teacher.name", "backend": "backend.name", "stage": "stage.name"}.get(override.split("=")[0], override.split("=")[0])
@@ -89,7 +89,7 @@ def test_settings_that_an_old_checkpoint_does_not_know_are_no_difference(run: Pa
 
 
 def test_a_run_that_auto_puts_on_another_backend_says_so(run: Path) -> None:
-    """Field report 86: a GPU run under backend=auto that goes on on a CPU changes its kernels."""
+    """A GPU run under backend=auto that goes on on a CPU changes its kernels."""
     checkpoint = run / "checkpoints" / "last.ckpt"
     (run / "config.yaml").write_text("")
     (run / "summary.json").write_text('{"backend": "triton"}')

@@ -62,7 +62,7 @@ def test_a_run_leaves_everything_that_explains_it_in_one_folder(workplace: Path,
     assert facts["data_order"]["seed"] == 1  # type: ignore[index]
     assert steps(out) == [1, 2]
     assert steps(out, "val/loss") == [2]
-    # field report 78: tensors and plain containers only
+    # tensors and plain containers only
     checkpoint = torch.load(out / "checkpoints" / "last.ckpt", weights_only=True)
     assert checkpoint["hyper_parameters"]["config"]["teacher"]["name"] == "full_csa"
     shown = capfd.readouterr()
@@ -73,7 +73,7 @@ def test_a_run_leaves_everything_that_explains_it_in_one_folder(workplace: Path,
 
 
 def test_a_run_goes_on_in_place_from_another_directory_without_repeating_its_overrides(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Field reports 86 and 95: relative paths, one logical run, the rows of the first steps stay."""
+    """Relative paths, one logical run, the rows of the first steps stay."""
     run(*TINY, "run_dir=out", "logger=wandb")
     out = workplace / "out"
     first, identity = rows(out), (out / "wandb_run_id.txt").read_text()
@@ -102,7 +102,7 @@ def test_the_summary_of_a_resumed_run_shows_no_figure_of_before(workplace: Path,
 
 
 def test_resuming_with_another_teacher_is_refused_by_name_and_leaves_the_run_alone(workplace: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Field report 86: the mismatch is named, not ignored."""
+    """The mismatch is named, not ignored."""
     run(*TINY, "run_dir=out")
     before = {p: p.stat().st_mtime_ns for p in (workplace / "out").rglob("*")}
     message = fails(capfd, "run_dir=out", "ckpt_path=last", "teacher=compressed_only", "trainer.max_steps=4")
@@ -162,7 +162,7 @@ def test_bad_input_ends_with_one_message_and_no_run_folder(
 
 
 def test_a_multirun_gives_every_combination_a_run_of_its_own_and_fails_if_one_fails(workplace: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Field report 92: one bad job out of several leaves exit status 1, its message, and the others finished; wandb runs are not shared."""
+    """One bad job out of several leaves exit status 1, its message, and the others finished; wandb runs are not shared."""
     message = fails(capfd, "-m", *TINY, "model.index_topk=4,-1", "logger=wandb", "hydra.sweep.dir=sweep")
     assert "model.index_topk=-1" in message
     assert {p.name for p in (workplace / "sweep").iterdir()} == {"multirun.yaml", "0_model.index_topk-4"}
@@ -197,7 +197,7 @@ def test_one_process_under_ddp_draws_no_warning_about_syncing(workplace: Path, r
 def test_an_error_in_the_middle_marks_the_run_failed_and_shows_its_traceback(
     workplace: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Field report 92: the exit status, the summary and the first traceback all say so."""
+    """The exit status, the summary and the first traceback all say so."""
     from csa_model.lit_module import CSALitModule
 
     def broken(self: object, batch: object, batch_idx: int) -> None:
@@ -217,7 +217,7 @@ def test_an_error_in_the_middle_marks_the_run_failed_and_shows_its_traceback(
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_the_command_line_works_without_terminal_account_or_network_and_stops_on_a_signal(workplace: Path, sent: signal.Signals) -> None:
-    """Field report 89: stdin closed, no WANDB variable; then Ctrl-C in the middle of training leaves a non-zero exit and a run that says so."""
+    """Stdin closed, no WANDB variable; then Ctrl-C in the middle of training leaves a non-zero exit and a run that says so."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")} | {"OMP_NUM_THREADS": "1"}
     command = [
         sys.executable,
@@ -251,7 +251,7 @@ def test_the_command_line_works_without_terminal_account_or_network_and_stops_on
 
 @pytest.mark.distributed
 def test_a_multirun_of_data_parallel_jobs_trains_each_in_its_own_folder(workplace: Path) -> None:
-    """Field report 85: the second job inherits no rank, port or process group from the first, and the second rank no folder of its own."""
+    """The second job inherits no rank, port or process group from the first, and the second rank no folder of its own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     parallel = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.max_steps=2", "callbacks=minimal"]
     command = [sys.executable, str(ROOT / "train.py"), "-m", *TINY, *parallel, "teacher=compressed_only,full_csa", "hydra.sweep.dir=sweep"]

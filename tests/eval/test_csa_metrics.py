@@ -260,7 +260,7 @@ def test_sample_holds_only_rows_that_see_an_entry_and_repeats_with_the_seed() ->
 
 
 def test_no_entry_at_all_gives_empty_results() -> None:
-    """Field report 59: documents shorter than the ratio, and a k beyond the entries there are."""
+    """Documents shorter than the ratio, and a k beyond the entries there are."""
     layout = PackedLayout.from_lengths([3, 2])
     c = make_capture(layout=layout, compressed_kv=torch.zeros(0, DIM, dtype=torch.float64), index_k=torch.zeros(0, INDEX_DIM, dtype=torch.float64))
     c = replace(c, q=c.q[:5], window_kv=c.window_kv[:5], index_q=c.index_q[:5], index_w=c.index_w[:5])

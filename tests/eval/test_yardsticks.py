@@ -81,7 +81,7 @@ def test_losses_are_weighted_by_token_over_unequal_rows() -> None:
 
 
 def test_every_k_changes_what_is_attended_to() -> None:
-    """Field report 51: a top-k that is read from the configuration once and ignored afterwards."""
+    """Against a top-k that is read from the configuration once and ignored afterwards."""
     found = evaluate_rows(make_decoder(topk=3), BATCHES, (1, 2, 4, 8))
     costs = [found.values[f"kl_dense_sparse@{k}"] for k in (1, 2, 4, 8)]
     assert len(set(costs)) == 4
@@ -105,7 +105,7 @@ def test_token_kl_in_closed_form() -> None:
 
 
 def test_selecting_more_than_there_is_equals_dense_attention_bit_for_bit() -> None:
-    """Field report 59: k beyond the number of entries."""
+    """A k beyond the number of entries."""
     found = evaluate_rows(make_decoder(), BATCHES, (1000,))
     np.testing.assert_array_equal(found.arrays["token/nll_sparse@1000"], found.arrays["token/nll_dense"])
     assert found.values["kl_dense_sparse@1000"] == 0

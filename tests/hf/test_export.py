@@ -107,7 +107,7 @@ def test_check_notices_a_wrong_and_a_missing_tensor(exported: tuple[Path, Path])
 
 
 def test_directory_of_transformers_is_imported_with_equal_weights(tmp_path: Path) -> None:
-    """Field trap: its hash tables are zero until loaded, and it writes kv_norm under another name than it reads."""
+    """Its hash tables are zero until loaded, and it writes kv_norm under another name than it reads."""
     model = transformers_directory(tmp_path / "hf")
     found = import_directory(tmp_path / "hf", tmp_path / "a.ckpt")
     assert not found.model.mtp.enabled

@@ -22,7 +22,7 @@ def demand(row: Row) -> None:
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_and_every_gradient_equal_those_of_transformers(kind: str, length: int) -> None:
-    """Field report 47: a whole model against a public oracle, to 1e-5."""
+    """A whole model against a public oracle, to 1e-5."""
     row = compare(kind, length)
     demand(row)
     csa, larger = KINDS[kind].count(4), KINDS[kind].count(8)

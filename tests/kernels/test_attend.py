@@ -121,7 +121,7 @@ def test_extreme_sinks_leave_finite_gradients(infinite: float, dtype: torch.dtyp
 
 
 def test_a_row_without_keys_gives_exactly_nothing() -> None:
-    """Field report 13: ids all -1, a query whose logit to key 0 would be 120; and field report 18: nothing becomes 0 / 0."""
+    """Ids all -1, a query whose logit to key 0 would be 120; and nothing becomes 0 / 0."""
     case = make_case([8], window=0, dtype=torch.float32)
     case.q[5] = case.compressed_kv[0] * (120 / case.scale / case.compressed_kv[0].square().sum())
     ids = torch.tensor([[0, 1]] * 8, dtype=torch.int32)
@@ -139,7 +139,7 @@ def test_a_row_without_keys_gives_exactly_nothing() -> None:
 
 @pytest.mark.parametrize("beyond", [0, 5, 2**31 - 1 - 4])
 def test_ids_beyond_the_keys_count_as_none(beyond: int) -> None:
-    """Field report 27: ids of exactly n_keys and more are masked like -1."""
+    """Ids of exactly n_keys and more are masked like -1."""
     case = make_case([16], dtype=torch.float64).require_grad()
     entries = case.compressed_kv.shape[0]
     outside, none = torch.tensor([[0, entries + beyond, -7, 2]] * 16, dtype=torch.int32), torch.tensor([[0, -1, -1, 2]] * 16, dtype=torch.int32)
@@ -150,7 +150,7 @@ def test_ids_beyond_the_keys_count_as_none(beyond: int) -> None:
 
 
 def test_two_halves_of_the_keys_merge_by_their_natural_lse() -> None:
-    """Field report 30: lse of both parts in the same base."""
+    """The lse of both parts in the same base."""
     case = make_case([40], window=4, dtype=torch.float32)
     case.sink.fill_(-INFINITY)
     whole, whole_lse = unfused.attend(*case.attention[:3], ALL_VISIBLE, case.sink, *case.tail)
@@ -176,7 +176,7 @@ def test_adding_the_sink_is_exact_at_every_infinity() -> None:
 
 
 def test_the_window_holds_its_own_row_and_w_minus_one_before() -> None:
-    """Field report 49: window 4 reads t-3, not t-4."""
+    """Window 4 reads t-3, not t-4."""
     case = make_case([12], window=4)
     base = unfused.attend(case.q, case.window_kv, None, None, case.sink, *case.tail)[0][9]
     for back, moves in ((0, True), (3, True), (4, False)):
@@ -188,7 +188,7 @@ def test_the_window_holds_its_own_row_and_w_minus_one_before() -> None:
 
 @pytest.mark.parametrize("kind", ["ids", "all"])
 def test_a_slice_of_queries_equals_the_rows_of_the_whole(kind: str) -> None:
-    """Field report 39: queries 16..31 of a 32-token sequence."""
+    """Queries 16..31 of a 32-token sequence."""
     case = make_case([32], window=5)
     selected = chosen(case, kind, 4)
     whole, whole_lse = unfused.attend(*case.attention[:3], selected, case.sink, *case.tail)
@@ -211,7 +211,7 @@ def test_low_precision_inputs_are_computed_in_float32(kind: str) -> None:
 
 
 def test_float64_queries_take_a_float32_sink_and_a_rounded_sink_is_refused() -> None:
-    """Field report 56: a bf16 sink raises."""
+    """A bf16 sink raises."""
     case = make_case([9])
     out, lse = unfused.attend(*case.attention[:3], None, case.sink.float(), *case.tail)
     assert out.dtype == lse.dtype == torch.float64

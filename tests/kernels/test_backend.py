@@ -17,7 +17,7 @@ def test_unknown_backend_lists_the_names() -> None:
 
 
 def test_a_backend_is_imported_only_when_asked_for() -> None:
-    """Field report 28: unfused works without importing triton or FlashMLA."""
+    """`unfused` works without importing triton or FlashMLA."""
     script = "import sys, kernels; print(*[m for m in sys.modules if m.startswith('kernels.')]); kernels.get_backend('unfused');"
     script += "print(*[m for m in sys.modules if m.startswith(('kernels.', 'flash_mla', 'sgl_kernel'))])"
     before, after = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
@@ -28,7 +28,7 @@ def test_a_backend_is_imported_only_when_asked_for() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tells what a machine without a GPU is told")
 def test_flashmla_without_a_gpu_says_what_is_missing_and_what_would_work() -> None:
-    """Field report 21: no silent switch to another path."""
+    """No silent switch to another path."""
     geometry = Geometry(heads=64, head_dim=512, window=128, ratios=(4,), topk=512, dtype=torch.bfloat16, device_type="cuda")
     with pytest.raises(BackendUnsupported) as caught:
         get_backend("flashmla").require(geometry)

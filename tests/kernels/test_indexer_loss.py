@@ -155,7 +155,7 @@ def test_one_head_or_nothing_outside_the_support_makes_the_teachers_equal() -> N
 
 
 def test_the_kl_moves_when_only_the_window_does() -> None:
-    """Field report 02: a constant on the window logits alone changes full_csa and leaves compressed_only alone."""
+    """A constant on the window logits alone changes full_csa and leaves compressed_only alone."""
     case = make_case([30], heads=3)
     before = [loss(case, ALL_VISIBLE, teacher)[0] for teacher in ("full_csa", "compressed_only")]
     case.window_kv += 0.7
@@ -165,7 +165,7 @@ def test_the_kl_moves_when_only_the_window_does() -> None:
 
 
 def test_an_unused_slot_never_reaches_the_last_key() -> None:
-    """Field report 12: seq 12, ratio 4, topk 8: entry 2 gets gradient from query 11 alone."""
+    """12 tokens, ratio 4, topk 8: entry 2 gets gradient from query 11 alone."""
     case = make_case([12]).require_grad()
     ids = unfused.select(*case.index, case.layout, 4, 8)
     early = ids.clone()
@@ -178,7 +178,7 @@ def test_an_unused_slot_never_reaches_the_last_key() -> None:
 @pytest.mark.parametrize("length", [0, 3])
 @pytest.mark.parametrize("support", [ALL_VISIBLE, "ids"])
 def test_without_any_entry_the_loss_is_zero_and_differentiable(length: int, support: Any) -> None:
-    """Field report 59: 3 tokens have no entry, KL 0; the graph is there all the same."""
+    """3 tokens have no entry, KL 0; the graph is there all the same."""
     case = make_case([length]).require_grad()
     ids = torch.full((length, 2), -1, dtype=torch.int32) if support == "ids" else support
     kl, rows = loss(case, ids)
@@ -189,7 +189,7 @@ def test_without_any_entry_the_loss_is_zero_and_differentiable(length: int, supp
 
 
 def test_rows_count_visible_entries_whatever_the_support_holds() -> None:
-    """Field report 18: no row with a target gives 0, not 0 / 0."""
+    """No row with a target gives 0, not 0 / 0."""
     case = make_case([12, 3, 5], padding=4).require_grad()
     for support in (torch.full((24, 3), -1, dtype=torch.int32), torch.zeros(24, 0, dtype=torch.int32), ALL_VISIBLE):
         assert int(loss(case, support)[1]) == 9 + 0 + 2
@@ -219,7 +219,7 @@ def test_the_public_teacher_and_kl_compose_to_the_same_loss() -> None:
 
 
 def test_warm_up_and_sparse_stage_meet_when_everything_is_selected() -> None:
-    """Field report 63: the KL is continuous across the stage switch when top-k covers all visible entries."""
+    """The KL is continuous across the stage switch when top-k covers all visible entries."""
     case = make_case([30, 9], padding=2).require_grad()
     ids = unfused.select(*case.index, case.layout, 4, 50)
     torch.testing.assert_close(loss(case, ids)[0], loss(case, ALL_VISIBLE)[0], rtol=0, atol=1e-11)

@@ -43,7 +43,7 @@ def document(case: Case, n: int) -> Case:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lengths", [(20, 3, 40, 1), (16, 16, 16)])
 def test_documents_packed_into_one_row_equal_rows_of_their_own(kind: str, lengths: tuple[int, ...]) -> None:
-    """Field reports 66 and 32: outputs, KL, counts and gradients of 4 packed documents equal those of each alone; sums over rows add up."""
+    """Outputs, KL, counts and gradients of 4 packed documents equal those of each alone; sums over rows add up."""
     case = make_case(lengths, padding=3, window=6, surplus=1)
     singles = [document(case, n) for n in range(len(lengths))]
     with chunk_elements(2000):
@@ -60,7 +60,7 @@ def test_documents_packed_into_one_row_equal_rows_of_their_own(kind: str, length
 
 
 def test_short_padding_documents_between_real_ones_change_nothing() -> None:
-    """Field report 100: 3 pad tokens between documents versus none, equal KL, rows and gradients."""
+    """3 pad tokens between documents versus none, equal KL, rows and gradients."""
     plain = make_case([14, 9], window=5)
     a, b = slice(0, 14), slice(14, 23)
 
@@ -80,7 +80,7 @@ def test_short_padding_documents_between_real_ones_change_nothing() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_nothing_leaks_from_behind_an_invalid_id_the_padding_or_another_document(kind: str, poison: float) -> None:
-    """Field report 12: an unused slot reads nothing, not even times zero."""
+    """An unused slot reads nothing, not even times zero."""
     case = make_case([20, 23], padding=4, window=6, surplus=2, dtype=torch.float32)
     case.q[43:] = 1.0
     clean = step(case, kind)

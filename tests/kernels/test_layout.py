@@ -21,7 +21,7 @@ def test_counts_of_the_documented_example() -> None:
 
 
 def test_one_token_documents_keep_their_boundaries() -> None:
-    """Field report 99: documents of 3, 1, 1, 5 tokens."""
+    """Documents of 3, 1, 1, 5 tokens."""
     layout = PackedLayout.from_lengths([3, 1, 1, 5])
     assert layout.cu_seqlens.tolist() == [0, 3, 4, 5, 10]
     assert layout.compressed_cu_seqlens(4).diff().tolist() == [0, 0, 0, 1]
@@ -79,7 +79,7 @@ def test_both_constructors_agree() -> None:
 
 
 def test_a_slice_of_queries_keeps_global_ids_and_positions() -> None:
-    """Field report 39: a query slice knows its place in the whole row."""
+    """A query slice knows its place in the whole row."""
     layout = PackedLayout.from_lengths([7, 12, 3], num_tokens=25)
     part = layout.query_slice(5, 16)
     assert (part.num_rows, part.num_tokens) == (11, 25)

@@ -80,7 +80,7 @@ def test_attention_saves_inputs_ids_out_and_lse_only(dense: bool) -> None:
 @pytest.mark.parametrize("operation", [attention, loss])
 @pytest.mark.parametrize("dense", [False, True])
 def test_no_tensor_of_a_step_outgrows_one_chunk(operation: Callable[..., Tensor], dense: bool) -> None:
-    """Field reports 17 and 60: neither the heads nor the index heads ever multiply [tokens, entries]."""
+    """Neither the heads nor the index heads ever multiply [tokens, entries]."""
     case, ids = layer(4096)
     full = 4096 * 1024 * 4
     with LargestTensor() as largest:
@@ -96,7 +96,7 @@ def test_select_never_holds_the_scores_of_all_rows() -> None:
 
 
 def test_both_teachers_need_the_same_memory() -> None:
-    """Field report 17: full_csa adds nothing of the size of the support."""
+    """`full_csa` adds nothing of the size of the support."""
     case, ids = layer(1024)
     sizes = []
     for teacher in ("full_csa", "compressed_only"):

@@ -52,7 +52,7 @@ def test_negative_zero_ties_with_zero() -> None:
 
 
 def test_relu_acts_per_head_before_the_sum() -> None:
-    """Field report 57: dot products (+2, -5) with weights (1, 1) score 2; a sum first would give 0 and lose to 1."""
+    """Dot products (+2, -5) with weights (1, 1) score 2; a sum first would give 0 and lose to 1."""
     layout = PackedLayout.from_lengths([2])
     index_q = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]] * 2)
     index_k = torch.tensor([[1.0, 0.0], [2.0, -5.0]])
@@ -60,7 +60,7 @@ def test_relu_acts_per_head_before_the_sum() -> None:
 
 
 def test_scores_of_bf16_inputs_keep_their_order() -> None:
-    """Field report 61: 300.0 against 300.5, which bf16 cannot tell apart."""
+    """300.0 against 300.5, which bf16 cannot tell apart."""
     layout = PackedLayout.from_lengths([2])
     index_k = torch.tensor([[300.0, 0.0], [300.0, 0.5]], dtype=torch.bfloat16)
     ids = unfused.select(torch.ones(2, 1, 2, dtype=torch.bfloat16), index_k, torch.ones(2, 1, dtype=torch.bfloat16), layout, 1, 1)
@@ -71,7 +71,7 @@ def test_scores_of_bf16_inputs_keep_their_order() -> None:
 
 @pytest.mark.parametrize("length", [8, 3])
 def test_more_slots_than_entries_select_everything(length: int) -> None:
-    """Field report 59: top-k larger than the number of keys."""
+    """Top-k larger than the number of keys."""
     case = make_case([length], dtype=torch.float32)
     ids = unfused.select(*case.index, case.layout, 4, 512)
     assert ids.shape == (length, 512)

@@ -34,7 +34,7 @@ def test_worked_example(dtype: torch.dtype) -> None:
 
 
 def test_a_tiny_compressed_mass_is_still_a_distribution() -> None:
-    """Field report 04: logits ln 1e-30 and ln 2e-30 beside a sink of 0 give (1/3, 2/3), KL to uniform 0.056633."""
+    """Logits ln 1e-30 and ln 2e-30 beside a sink of 0 give (1/3, 2/3), KL to uniform 0.056633."""
     valid = torch.ones(1, 2, dtype=torch.bool)
     teacher = teacher_distribution(torch.tensor([[TINY]]), torch.zeros(1, 1), valid)
     torch.testing.assert_close(teacher, torch.tensor([[1 / 3, 2 / 3]]), rtol=1e-5, atol=0)

@@ -40,13 +40,13 @@ def inputs(count: int) -> Tensor:
 
 @pytest.mark.parametrize("ratio", [0, 4, 8])
 def test_gradients_with_the_inverse_rotation(ratio: int) -> None:
-    """Field report 10: rotating the attention output in place would corrupt what its backward needs."""
+    """Rotating the attention output in place would corrupt what its backward needs."""
     attention, x = layer(ratio, num_attention_heads=2, o_lora_rank=3, q_lora_rank=5), inputs(9).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: attention(x, row_of([9], ratio), DENSE).y, (x,), fast_mode=True)
 
 
 def test_projection_leaves_the_backend_output_unchanged() -> None:
-    """Field report 10: the output that the backend returned, before and after the module has used it."""
+    """The output that the backend returned, before and after the module has used it."""
     attention, kept = layer(4), []
 
     class Watched(type(attention.backend)):  # type: ignore[misc]
@@ -63,7 +63,7 @@ def test_projection_leaves_the_backend_output_unchanged() -> None:
 
 @pytest.mark.parametrize("ratio", [0, 4, 8])
 def test_only_relative_positions_matter(ratio: int) -> None:
-    """Field report 45: shift every position by any constant. Entries at the wrong position, unrotated values or a missing inverse rotation show."""
+    """Shift every position by any constant. Entries at the wrong position, unrotated values or a missing inverse rotation show."""
     attention, x = layer(ratio), inputs(30)
     reference = attention(x, row_of([17, 13], ratio), SPARSE).y
     for offset in (1, 4, 1000):
@@ -79,7 +79,7 @@ def test_positions_do_matter() -> None:
 
 @pytest.mark.parametrize("ratio", [0, 4, 8])
 def test_softmax_scale_has_no_magnitude_correction(ratio: int) -> None:
-    """Field reports 45 and 65: D^-0.5 of the configured head dim in every layer, whatever YaRN's factor; never hidden / heads."""
+    """D^-0.5 of the configured head dim in every layer, whatever YaRN's factor; never hidden / heads."""
     attention = Attention(tiny_config(hidden_size=256, head_dim=96), get_backend("unfused"), 0, ratio)
     assert attention.softmax_scale == 96**-0.5
     assert attention.wq_b.out_features == 4 * 96
@@ -105,7 +105,7 @@ def test_window_only_layer_with_a_long_window_is_causal_attention_with_a_sink() 
 
 
 def test_window_reaches_exactly_its_length() -> None:
-    """Field report 49: window 4, row t: token t-4 changes nothing, token t-3 and t itself do."""
+    """Window 4, row t: token t-4 changes nothing, token t-3 and t itself do."""
     attention, t = layer(0, sliding_window=4), 9
     x = inputs(12)
     reference = attention(x, row_of([12], 0), SPARSE).y[t]
@@ -116,7 +116,7 @@ def test_window_reaches_exactly_its_length() -> None:
 
 
 def test_compressed_base_moves_compressed_layers_only() -> None:
-    """Field report 43: the base of the compressed layers, and YaRN with it, leave window-only layers alone."""
+    """The base of the compressed layers, and YaRN with it, leave window-only layers alone."""
     x = inputs(24)
     changes = ({"compress_rope_theta": 10_000.0}, {"rope_scaling": RopeScaling(factor=4.0, original_max_position_embeddings=512)})
     for change in changes:

@@ -84,7 +84,7 @@ def test_documents_are_compressed_each_by_itself(ratio: int) -> None:
 
 
 def test_windows_follow_the_layout() -> None:
-    """Field report 99: documents of 3, 1, 1, 5 tokens; one entry, made of the first four tokens of the last document."""
+    """Documents of 3, 1, 1, 5 tokens; one entry, made of the first four tokens of the last document."""
     layout = PackedLayout.from_lengths([3, 1, 1, 5])
     assert layout.cu_seqlens.tolist() == [0, 3, 4, 5, 10]
     assert layout.compressed_cu_seqlens(4).diff().tolist() == [0, 0, 0, 1]
@@ -116,7 +116,7 @@ def test_rows_of_all_windows_are_not_copied_where_they_are_the_first(lengths: li
 
 
 def test_entries_stand_at_the_first_token_of_their_window() -> None:
-    """Field report 45: not at the number of the entry, and with the table of the compressed layers."""
+    """Not at the number of the entry, and with the table of the compressed layers."""
     config, row = tiny_config(), row_of([5, 17], 4)
     expected = RotaryTables(config).compressed(torch.tensor([0, 0, 4, 8, 12]), torch.float64)
     torch.testing.assert_close(row.entry_rotation(4), expected)

@@ -139,7 +139,7 @@ def test_first_step_is_the_same_under_every_teacher() -> None:
 
 
 def test_packing_gives_the_gradients_of_separate_rows() -> None:
-    """Field report 66: four documents in one row, or each in a row of its own, with sum-reduced losses."""
+    """Four documents in one row, or each in a row of its own, with sum-reduced losses."""
     decoder, lengths = build(tiny_config(), dtype=torch.float64), [17, 3, 30, 9]
     tokens = random_tokens(sum(lengths))
     packed = gradients(decoder, all_losses(decoder, tokens, lengths))
@@ -148,7 +148,7 @@ def test_packing_gives_the_gradients_of_separate_rows() -> None:
 
 
 def test_padding_changes_nothing() -> None:
-    """Field report 100: padding behind the documents, whatever it holds, and empty documents between them leave loss and gradients alone."""
+    """Padding behind the documents, whatever it holds, and empty documents between them leave loss and gradients alone."""
     decoder, lengths = build(tiny_config(), dtype=torch.float64), [17, 30]
     tokens = random_tokens(47)
     plain = all_losses(decoder, tokens, lengths)
@@ -160,7 +160,7 @@ def test_padding_changes_nothing() -> None:
 
 
 def test_one_token_documents() -> None:
-    """Field report 99: documents of 3, 1, 1, 5 tokens are four documents."""
+    """Documents of 3, 1, 1, 5 tokens are four documents."""
     decoder, tokens, lengths = build(plain_config()), random_tokens(10), [3, 1, 1, 5]
     logits = logits_of(decoder, tokens, lengths)
     torch.testing.assert_close(logits, torch.cat([logits_of(decoder, part) for part in tokens.split(lengths)]), rtol=1e-4, atol=1e-5)
@@ -264,7 +264,7 @@ def test_mtp_trains_trunk_embedding_and_head() -> None:
 
 
 def test_compress_ratios_must_cover_the_mtp_block() -> None:
-    """Field report 20: the list counts the MTP block; the message names both numbers."""
+    """The list counts the MTP block; the message names both numbers."""
     with pytest.raises(ConfigError, match=r"has 2 entries.*3 layers.*need 4"):
         build(tiny_config(num_hidden_layers=3, compress_ratios=(4, 4)))
     with pytest.raises(ConfigError, match="4 entries"):

@@ -29,7 +29,7 @@ def test_weights_carry_both_scales_and_stay_signed() -> None:
 
 
 def test_relu_acts_per_head() -> None:
-    """Field report 57: dot products (+2, -5) under weights (1, 1) score 2; selection must prefer it to a score of 1 and lose to one of 3."""
+    """Dot products (+2, -5) under weights (1, 1) score 2; selection must prefer it to a score of 1 and lose to one of 3."""
     backend = get_backend("unfused")
     layout = PackedLayout.from_lengths([8])
     index_q = torch.zeros(8, 2, 2)
@@ -40,7 +40,7 @@ def test_relu_acts_per_head() -> None:
 
 
 def test_scores_depend_on_distances_only() -> None:
-    """Field reports 44 and 45, through the module: queries at their token, keys at the first token of their window, with the layer's table."""
+    """Through the module: queries at their token, keys at the first token of their window, with the layer's table."""
     torch.manual_seed(1)
     indexer = Indexer(tiny_config(), 4).double()
     x, latent = torch.randn(20, 24).double(), torch.randn(20, 12).double()
@@ -117,7 +117,7 @@ def test_loss_off_needs_no_indexer_graph() -> None:
 
 @pytest.mark.parametrize("topk", [2, 4, 8])
 def test_configured_topk_is_the_width_of_the_ids(topk: int) -> None:
-    """Field report 51: also the support of the KL follows it."""
+    """Also the support of the KL follows it."""
     decoder, tokens = build(tiny_config(index_topk=topk)), random_tokens(64)
     with capture(decoder) as layers:
         out = run(decoder, tokens)
@@ -132,7 +132,7 @@ def test_configured_topk_is_the_width_of_the_ids(topk: int) -> None:
 
 @pytest.mark.parametrize("length", [1, 3, 8])
 def test_topk_beyond_the_entries_runs(length: int) -> None:
-    """Field report 59: top-k 512 on 8 tokens takes every entry; 3 tokens have none and a KL of 0."""
+    """Top-k 512 on 8 tokens takes every entry; 3 tokens have none and a KL of 0."""
     decoder = build(tiny_config(index_topk=512))
     with capture(decoder) as layers:
         out = run(decoder, random_tokens(length))

@@ -75,7 +75,7 @@ def check(config: ModelConfig, mode: AttentionMode, dtype: torch.dtype, toleranc
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda m: f"{m.attention}-{m.indexer_loss}-{m.teacher}")
 def test_logits_losses_and_gradients_equal_the_reference(mode: AttentionMode) -> None:
-    """Field report 47: a whole model against an oracle, not a loss that goes down. float64 leaves no room for a formula that is nearly right."""
+    """A whole model against an oracle, not a loss that goes down. float64 leaves no room for a formula that is nearly right."""
     check(tiny_config(), mode, torch.float64, 1e-9)
 
 
@@ -89,5 +89,5 @@ def test_every_part_can_be_off(config: ModelConfig) -> None:
 
 
 def test_float32_stays_close_to_the_reference() -> None:
-    """Field report 47: 1e-5 in single precision."""
+    """1e-5 in single precision."""
     check(tiny_config(), MODES[0], torch.float32, 1e-5)

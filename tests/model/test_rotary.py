@@ -31,7 +31,7 @@ def test_yarn_keeps_fast_frequencies_and_divides_slow_ones(base: float, factor: 
 
 
 def test_pairs_are_neighbours_among_the_last_dims() -> None:
-    """Field report 44: the pairing is interleaved; a basis vector turns into its neighbour, never into a dim half the width away."""
+    """The pairing is interleaved; a basis vector turns into its neighbour, never into a dim half the width away."""
     rotation = RotaryTable(4, 10_000.0, None)(torch.tensor([3]), torch.float64)
     for dim, partner, sign, frequency in ((2, 3, 1, 1.0), (3, 2, -1, 1.0), (4, 5, 1, 0.01), (5, 4, -1, 0.01)):
         x = torch.zeros(1, 6, dtype=torch.float64)
@@ -49,7 +49,7 @@ def test_dims_before_the_rotary_ones_stay() -> None:
 
 
 def test_products_depend_on_the_distance_only() -> None:
-    """Field report 44: the same two vectors at positions (5, 3) and (105, 103)."""
+    """The same two vectors at positions (5, 3) and (105, 103)."""
     table = RotaryTable(8, 160_000.0, RopeScaling(original_max_position_embeddings=512))
     q, k = torch.randn(2, 1, 8, generator=torch.Generator().manual_seed(0))
     near, far = (

@@ -208,7 +208,7 @@ def test_callbacks_follow_the_config(tmp_path: Path) -> None:
 
 
 def test_validation_comes_after_optimizer_steps_under_accumulation() -> None:
-    """Field report 72: the interval of the config counts optimizer steps; Lightning's counts micro-batches."""
+    """The interval of the config counts optimizer steps; Lightning's counts micro-batches."""
     config = make_config(max_steps=4, accumulate_grad_batches=4, val_every_steps=2)
     log, module = Log(), make_module(config)
     interval = config.trainer.val_every_steps * config.trainer.accumulate_grad_batches

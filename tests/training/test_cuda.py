@@ -95,7 +95,7 @@ def test_a_poisoned_step_stops_the_run_before_it_is_saved(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-4), ("bf16-mixed", 3e-2)])
 def test_compiled_gradients_equal_the_plain_ones(precision: str, tolerance: float) -> None:
-    """Field report 83, with documents of other lengths in every row. Gradients of one pass: several steps would compare two chaotic paths."""
+    """Documents of other lengths in every row. Gradients of one pass: several steps would compare two chaotic paths."""
     rows = make_rows([[40, 7], [30, 18], [9, 9, 9]])
     gradients = []
     for compiled in (False, True):

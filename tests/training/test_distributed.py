@@ -67,7 +67,7 @@ def _run(folder: Path, ranks: int) -> list[dict[str, Any]]:
 @pytest.mark.distributed
 @pytest.mark.timeout(120)
 def test_two_ranks_equal_one_process(tmp_path: Path) -> None:
-    """Field reports 09, 73 and 81: one rank with two micro-batches and two ranks with one take the same steps; validation weights tokens, repeats
+    """One rank with two micro-batches and two ranks with one take the same steps; validation weights tokens, repeats
     nothing, and every rank logs the same keys, also where one of them has no document longer than the ratio."""
     (one,), (first, second) = _run(tmp_path, 1), _run(tmp_path, 2)
     for name, value in one["state"].items():

@@ -92,7 +92,7 @@ def test_adamw_alone_trains_the_same_groups() -> None:
 
 
 def test_warm_up_moves_only_the_indexers_and_the_next_stage_everything() -> None:
-    """Field report 63: in the warm-up the LM loss is logged but not differentiated, and neither weights nor router biases of the trunk move."""
+    """In the warm-up the LM loss is logged but not differentiated, and neither weights nor router biases of the trunk move."""
     rows = make_rows([[40, 7]] * 3)
     config = make_config(max_steps=3, stage=WARM_UP)
     module = make_module(config)
@@ -116,7 +116,7 @@ def test_warm_up_moves_only_the_indexers_and_the_next_stage_everything() -> None
 
 
 def test_kl_is_continuous_across_the_stage_switch_where_the_sets_coincide() -> None:
-    """Field report 63: with top-k at least the visible entries, dense and sparse support are one set and the KL is the same."""
+    """With top-k at least the visible entries, dense and sparse support are one set and the KL is the same."""
     (batch,) = make_rows([[40, 7]])
     values = []
     for stage in (WARM_UP, StageConfig()):
@@ -307,7 +307,7 @@ def test_init_from_refuses_what_is_no_checkpoint(tmp_path: Any, content: Any, me
 
 
 def test_compiled_module_keeps_clean_keys() -> None:
-    """Field report 74: checkpoints of compiled and plain runs load into each other."""
+    """Checkpoints of compiled and plain runs load into each other."""
     plain = make_module(make_config())
     config = dataclasses.replace(make_config(), compile=True)
     compiled = make_module(config, seed=5)

@@ -63,7 +63,7 @@ def _as_one_row(batches: list[PackedBatch]) -> PackedBatch:
 
 
 def test_accumulation_equals_one_batch_with_unequal_lengths() -> None:
-    """Field reports 08 and 102: LM, MTP, KL and balance loss are divided by the counts of the whole optimizer step."""
+    """LM, MTP, KL and balance loss are divided by the counts of the whole optimizer step."""
     rows = make_rows([[40, 5], [2], [17, 3, 1]], accumulate=3)
     split, split_module = _one_step(rows)
     joint, joint_module = _one_step([_as_one_row(rows)])
@@ -86,7 +86,7 @@ def test_accumulation_equals_one_batch_with_unequal_lengths() -> None:
 
 
 def test_every_term_is_divided_by_the_counts_of_the_step() -> None:
-    """Field report 102: micro-batches of 10 and 2 valid tokens give their sum over 12, not the mean of their means."""
+    """Micro-batches of 10 and 2 valid tokens give their sum over 12, not the mean of their means."""
     rows = make_rows([[11], [3]], accumulate=2)
     assert [int((b.targets >= 0).sum()) for b in rows] == [10, 2]
     config = make_config()
@@ -115,7 +115,7 @@ def test_the_logged_loss_is_the_loss_that_is_differentiated() -> None:
 
 
 def test_a_step_without_any_target_is_silent_and_training_goes_on() -> None:
-    """Field report 18: LM loss 0, gradients finite, the next step trains normally."""
+    """LM loss 0, gradients finite, the next step trains normally."""
     rows = make_rows([[30], [30], [30]])
     ignored = torch.full_like(rows[1].targets, -100)
     step = dataclasses.replace(rows[1].step, tokens=0, mtp_tokens=0)

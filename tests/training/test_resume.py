@@ -138,14 +138,14 @@ def test_an_interrupt_leaves_a_checkpoint_that_continues_exactly(text: Path, str
     ("micro_batch", "error"), [(2 * 7 + 2, RuntimeError("in the second half of a step")), (2 * 7 + 1, NonFiniteGradientError("poison"))]
 )
 def test_an_unsound_state_is_not_saved(text: Path, straight: Any, tmp_path: Path, micro_batch: int, error: Exception) -> None:
-    """Field report 92: the error comes through; last.ckpt stays the newest periodic checkpoint."""
+    """The error comes through; last.ckpt stays the newest periodic checkpoint."""
     with pytest.raises(type(error)):
         _run(_config(text), tmp_path, None, StopAt(micro_batch, error))
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 5
 
 
 def test_checkpoints_are_plain_and_bounded(text: Path, straight: Any) -> None:
-    """Field report 78: `torch.load(weights_only=True)` reads them, and the module comes back from the file alone."""
+    """`torch.load(weights_only=True)` reads them, and the module comes back from the file alone."""
     path = straight[2] / "last.ckpt"
     content = torch.load(path, weights_only=True)
     assert content["global_step"] == 20

@@ -41,7 +41,7 @@ def test_a_backward_without_flashmla_or_with_determinism_is_refused() -> None:
 
 @pytest.mark.parametrize(("key", "value", "legal"), [("name", "tilelang", "unfused, triton, flashmla, auto"), ("backward", "flash", "triton, cudnn")])
 def test_names_that_cannot_be_used_are_refused_with_those_that_can(key: str, value: str, legal: str) -> None:
-    """Field report 21: `backend=tilelang` has no kernels for these layers."""
+    """`backend=tilelang` has no kernels for these layers."""
     with pytest.raises(ConfigError, match=rf"backend\.{key}='{value}' is not legal; legal values: {legal}"):
         from_mapping({key: value}, BackendConfig, "backend")
 

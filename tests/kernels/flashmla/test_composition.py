@@ -74,7 +74,7 @@ def assert_equal(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("provider", PROVIDERS)
 @pytest.mark.parametrize("ids", ["disturbed", "all visible"])
 def test_a_training_step_equals_unfused_whatever_the_convention(provider: str, ids: str) -> None:
-    """Field reports 02, 27, 30, 33: out, lse, KL and every gradient, from old and new sources alike."""
+    """Out, lse, KL and every gradient, from old and new sources alike."""
     case = layer()
     selected = disturbed(case) if ids == "disturbed" else ALL_VISIBLE
     assert_equal(step(flashmla(provider), case, selected), step(get_backend("unfused"), case, selected))
@@ -88,7 +88,7 @@ def test_both_teachers_with_and_without_an_emitting_backward(teacher: str, teach
 
 
 def test_the_teacher_follows_the_window_as_in_unfused() -> None:
-    """Field report 02: a constant added to the window keys moves the KL by the same amount."""
+    """A constant added to the window keys moves the KL by the same amount."""
     kl = {}
     for shift in (0.0, 1.5):
         case = layer(dim=8, heads=4)
@@ -146,7 +146,7 @@ def test_rows_without_any_key_give_nothing_and_infinite_sinks_are_legal() -> Non
 
 
 def test_many_documents_equal_single_ones_also_in_small_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Field report 32: the op has no batch axis. Ids and results of a document do not depend on its neighbours or on the launch."""
+    """The op has no batch axis. Ids and results of a document do not depend on its neighbours or on the launch."""
     lengths = (9, 14, 6)
     case = make_case(lengths, seed=4)
     case.sink = case.sink.float()
@@ -179,7 +179,7 @@ def test_ids_of_a_document_are_the_same_ids_whatever_surrounds_it() -> None:
 
 
 def test_what_stands_behind_invalid_ids_never_counts() -> None:
-    """Field report 27. Surplus entries, other documents and padding tokens may hold anything."""
+    """Surplus entries, other documents and padding tokens may hold anything."""
     case = layer(surplus=2)
     selected = disturbed(case)
     before = flashmla().attend(*case.attention[:3], selected, case.sink, *case.tail)
@@ -260,7 +260,7 @@ GEOMETRY = Geometry(heads=8, head_dim=64, window=16, ratios=(0, 4), topk=8, dtyp
 
 
 def test_require_probes_and_describe_tells_the_composition() -> None:
-    """Field report 21: the log states what is in effect."""
+    """The log states what is in effect."""
     backend = FlashMLABackend(provider=stub_provider(old_api()), parts=unfused_parts(), capability=(10, 0))
     backend.require(GEOMETRY)
     told = backend.describe()
@@ -310,7 +310,7 @@ def test_the_probe_runs_once_per_process() -> None:
 
 
 def test_a_sink_in_bfloat16_is_refused() -> None:
-    """Field report 56: the sink stays float32."""
+    """The sink stays float32."""
     case = layer()
     with pytest.raises(ValueError, match="sink must be float32"):
         flashmla().attend(*case.attention[:3], ALL_VISIBLE, case.sink.bfloat16(), *case.tail)

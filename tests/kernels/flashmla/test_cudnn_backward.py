@@ -58,7 +58,7 @@ def test_with_an_argument_left_out_the_probe_stops(version: str, argument: str) 
 
 
 def test_ids_are_compacted_and_never_empty() -> None:
-    """Field report 24: a length of 0 hangs the kernel, so a row without ids reads key 0 with probability 0."""
+    """A length of 0 hangs the kernel, so a row without ids reads key 0 with probability 0."""
     ids = torch.tensor([[-1, 4, -1, 2], [-1, -1, -1, -1], [5, 6, 7, 8]], dtype=torch.int32)
     compact, length = compact_ids(ids)
     assert compact.tolist() == [[4, 2, 0, 0], [0, 0, 0, 0], [5, 6, 7, 8]]
@@ -69,7 +69,7 @@ def test_ids_are_compacted_and_never_empty() -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("ids", ["disturbed", "all visible", "window only"])
 def test_a_training_step_equals_unfused(version: str, ids: str) -> None:
-    """Field reports 24 and 33: gradients of q, both kinds of keys, sink and indexer; empty rows, padding, a zero-length document."""
+    """Gradients of q, both kinds of keys, sink and indexer; empty rows, padding, a zero-length document."""
     case = layer(dtype=torch.float32)
     case.sink[:2] = torch.tensor([torch.inf, -torch.inf])
     selected: Any = {"disturbed": disturbed(case), "all visible": ALL_VISIBLE, "window only": None}[ids]
@@ -93,7 +93,7 @@ def test_launches_over_parts_of_the_rows_add_up(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_scale_kept_from_the_first_call_is_found() -> None:
-    """Field report 25 by kind: the probe runs one shape at two scales."""
+    """The probe runs one shape at two scales."""
     kept: list[float] = []
 
     def stale(q, kv, out, dout, lse, attn_sink, topk_idxs, softmax_scale=None, topk_length=None):

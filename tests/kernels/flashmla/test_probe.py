@@ -35,7 +35,7 @@ def ask(function: Any, heads: int = 64) -> Convention:
     ids=["natural", "base-2", "empty-negative", "sink-in-lse", "old", "partial-lse"],
 )
 def test_known_conventions_are_told_apart(function: Any, wanted: Convention) -> None:
-    """Field report 30: an lse in base 2 is converted, whatever its version says."""
+    """An lse in base 2 is converted, whatever its version says."""
     assert ask(function) == wanted
 
 
@@ -84,7 +84,7 @@ def broken(**how: Any) -> Any:
     ],
 )
 def test_an_unknown_answer_stops_with_the_numbers_seen(function: Any, seen: str) -> None:
-    """Field reports 27 (ids on one side unchecked) and 56 (a sink read as something else) are refused before anything is trained."""
+    """Ids unchecked on one side, and a sink read as something else, are refused before anything is trained."""
     with pytest.raises(BackendUnsupported, match=seen) as caught:
         ask(function)
     assert "stub 1.0" in str(caught.value)

@@ -51,7 +51,7 @@ def test_an_importable_flash_mla_of_any_generation_comes_first(monkeypatch: pyte
 
 
 def test_a_flash_mla_without_the_sparse_op_is_passed_over_and_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Field report 28: the package on PyPI predates sparse attention."""
+    """The package on PyPI predates sparse attention."""
     installed_flash_mla(monkeypatch)
     second = stub_provider(new_api())
     provider, passed_over = find_provider((providers.from_flash_mla, lambda: second))
@@ -80,7 +80,7 @@ def test_advice_for_a_torch_that_no_wheel_is_known_for_names_the_pairs(monkeypat
 
 
 def test_an_extension_for_another_torch_is_refused_with_the_version_that_matches(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """Field report 28: a wrong torch is refused when the model is built, never a crash in the first step."""
+    """A wrong torch is refused when the model is built, never a crash in the first step."""
     installed_sglang(monkeypatch, tmp_path)
     monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
     monkeypatch.delitem(sys.modules, "flash_mla", raising=False)

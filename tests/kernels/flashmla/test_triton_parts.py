@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="benchmarks.flashmla_gate checks the compiled kernels")
 def test_selection_loss_and_both_backwards_of_the_triton_kernels_fit() -> None:
-    """Field report 33: gradients of q, kv, compressor, sink and indexer arrive, and are those of unfused."""
+    """Gradients of q, kv, compressor, sink and indexer arrive, and are those of unfused."""
     command = [sys.executable, "-m", "tests.kernels.flashmla.interpreted"]
     result = subprocess.run(command, cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-4000:]

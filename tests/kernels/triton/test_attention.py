@@ -142,7 +142,7 @@ def test_no_entry_at_all_gives_zero_gradients(device) -> None:
 
 
 def test_rows_without_a_key_give_zero(device) -> None:
-    """Window 0 and no valid id: out 0, lse -inf, every gradient 0, whatever the sink is. Field report 13."""
+    """Window 0 and no valid id: out 0, lse -inf, every gradient 0, whatever the sink is."""
     problem = Problem((6,), 3, 16, 4, window=0, device=device)
     problem.selected = torch.full((6, 4), -1, dtype=torch.int32, device=device)
     problem.sink = torch.tensor([-math.inf, 0.0, math.inf], device=device)

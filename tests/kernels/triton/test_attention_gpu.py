@@ -184,7 +184,7 @@ def test_warp_groups_do_not_race() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("heads", "dim"), [(64, 512), (40, 512)])
 def test_70_000_rows(heads: int, dim: int) -> None:
-    """Field report 35: more rows than one grid dimension takes. Field report 67: element offsets beyond 2^31. 64 rows sampled, the last included."""
+    """More rows than one grid dimension takes, element offsets beyond 2^31. 64 rows sampled, the last included."""
     inputs = Inputs((69_990, 3), heads, dim, 64, padding=7)
     (out, lse), (dq, _, _, _, teacher) = inputs.run(emit_teacher=True)
     rows = torch.cat([torch.linspace(0, 69_980, 62, device="cuda").long(), torch.tensor([69_992, 69_999], device="cuda")])

@@ -2,9 +2,9 @@
 """Correctness gate, then time and memory of one training step of one CSA layer's core: `python -m benchmarks.csa_core [--quick]`.
 
 One step: index scores, top-k, attention forward, teacher, KL, attention backward, indexer backward; random bf16 data, one document, ratio 4.
-Paths: backend=triton, FlashMLA + cuDNN frontend where both are installed, plain PyTorch autograd up to 4,096 tokens. Nothing is timed on a red gate,
-and no path whose KL or output disagrees is reported. Writes benchmarks/results/csa_core_<card>.json; CSA_GIT_SHA names the
-commit where there is no .git.
+Paths: backend=triton, FlashMLA + cuDNN frontend where both are installed, backend=unfused and plain PyTorch autograd up to 4,096 tokens; the first
+two also as CUDA graphs, the form in which training runs them. Nothing is timed on a red gate, and no path whose KL or output disagrees is reported.
+Writes benchmarks/results/csa_core_<card>.json; CSA_GIT_SHA names the commit where there is no .git.
 
 Times are medians of device-event timings with a cold L2, alternating between the paths; "spread" is the relative difference of two such medians.
 """
@@ -26,7 +26,7 @@ from triton.testing import do_bench
 
 from benchmarks import RESULTS, provenance, write_json
 from benchmarks.csa_core_peers import ComposedInputs, autograd_step, composed_missing, composed_pieces, composed_step
-from benchmarks.csa_gate import run_gate
+from benchmarks.csa_gate import run_gate, worst_shares
 from benchmarks.csa_gate_cases import Inputs, random_inputs
 from kernels import get_backend
 
@@ -42,6 +42,7 @@ SHAPES = [  # tokens, heads, top-k
 ]
 SMALL_SHAPES = [(4_096, 16, 128), (16_384, 16, 128), (4_096, 8, 64), (16_384, 8, 64)]  # tokens, heads, head dim; FlashMLA refuses these
 AUTOGRAD_UP_TO = 4_096
+CAPTURED_UP_TO = 16_384  # where launches could matter
 AGREEMENT = 5e-2  # relative, of out and of the mean KL; plain PyTorch rounds its index scores to bf16 and so chooses some other entries
 
 
@@ -70,10 +71,10 @@ def deterministic(step: Callable[[], Any]) -> Callable[[], Any]:
 
 
 class OurStep:
-    """The step of backend=triton, as a training step calls it. `teacher` None: attention alone, without any indexer loss."""
+    """The step of one of our backends, as a training step calls it. `teacher` None: attention alone, without any indexer loss."""
 
-    def __init__(self, x: Inputs, teacher: str | None = "full_csa") -> None:
-        self.backend, self.x, self.teacher = get_backend("triton"), x, teacher
+    def __init__(self, x: Inputs, teacher: str | None = "full_csa", backend: str = "triton") -> None:
+        self.backend, self.x, self.teacher = get_backend(backend), x, teacher
         self.leaves = x.leaves()
         self.one = torch.ones((), device=x.q.device)
 
@@ -112,6 +113,16 @@ def _milliseconds(function: Callable[[], Any], milliseconds: int) -> float:
     torch.cuda.synchronize()
     once = start.elapsed_time(end)
     return once if once > SLOW else do_bench(function, warmup=25, rep=milliseconds, return_mode="median")
+
+
+def captured(function: Callable[[], Any]) -> Callable[[], None]:
+    """The work of `function` as a CUDA graph, as training runs it: its time is the GPU's, without the launches of the host."""
+    for _ in range(2):
+        function()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
 
 
 def peak_gib(function: Callable[[], Any]) -> float:
@@ -211,20 +222,34 @@ def bench_shape(tokens: int, heads: int, dim: int, topk: int, with_peer: bool, p
         c = ComposedInputs.of(x)
         candidates["FlashMLA + cuDNN"] = lambda: composed_step(x, c)
     if tokens <= AUTOGRAD_UP_TO:
+        unfused = OurStep(x, backend="unfused")
+        candidates["unfused"] = unfused
         candidates["PyTorch autograd"] = lambda: autograd_step(x)
     for name, function in candidates.items():
         try:
             result = function()
-            record["agrees"][name] = disagreement(ours, result.out, result.kl_mean)
+            out, kl_mean = result[:2] if isinstance(result, tuple) else (result.out, result.kl_mean)
+            record["agrees"][name] = disagreement(ours, out, kl_mean)
             if record["agrees"][name] <= AGREEMENT:
                 paths[name] = function
-            del result
+            del result, out, kl_mean
         except Exception as error:
             traceback.print_exc()
             record["agrees"][name] = f"{type(error).__name__}: {str(error)[:200]}"
     del ours
     record["peak_gib"] = {name: peak_gib(function) for name, function in paths.items()}
     record["step"] = measure(paths)
+    if tokens <= CAPTURED_UP_TO:
+        graphs: dict[str, Callable[[], Any]] = {}
+        for name in ("triton full_csa", "FlashMLA + cuDNN"):
+            if name in paths:
+                try:
+                    graphs[name] = captured(paths[name])
+                except Exception as error:
+                    record[f"not captured: {name}"] = f"{type(error).__name__}: {str(error)[:200]}"
+        record["captured"] = measure(graphs)
+        del graphs
+        torch.cuda.empty_cache()
     if "FlashMLA + cuDNN" in paths:
         peer, own = (record["step"][name]["ms"] for name in ("FlashMLA + cuDNN", "triton full_csa"))
         record["time_over_peer"] = own / peer
@@ -268,7 +293,13 @@ def main() -> int:
     result: dict[str, Any] = provenance() | {
         "card": torch.cuda.get_device_name(),
         "triton": triton.__version__,
-        "gate": {"passed": gate.passed, "checks": len(gate.records), "seconds": gate.seconds, "failed": [r for r in gate.records if r["failures"]]},
+        "gate": {
+            "passed": gate.passed,
+            "checks": len(gate.records),
+            "seconds": gate.seconds,
+            "failed": [r for r in gate.records if r["failures"]],
+            "worst": worst_shares(gate.records),
+        },
         "peer": missing or "FlashMLA (sglang-kernel) + cuDNN frontend",
         "shapes": [],
     }

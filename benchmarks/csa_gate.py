@@ -115,6 +115,15 @@ def run_gate(workers: int | None = None, only: str | None = None, device: str = 
     return GateReport(passed, records, time.perf_counter() - began)
 
 
+def worst_shares(records: list[dict[str, Any]]) -> dict[str, float]:
+    """Per quantity, the largest share of its limit that any check used."""
+    worst: dict[str, float] = {}
+    for record in records:
+        for name, (error, allowed) in record["errors"].items():
+            worst[name] = max(worst.get(name, 0.0), error / allowed if allowed > 0 else 0.0)
+    return {name: round(share, 3) for name, share in sorted(worst.items())}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, help="processes that share the card (default: one per core, at most 16)")

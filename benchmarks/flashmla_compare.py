@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.csa_core import measure, peak_gib
+from benchmarks.csa_core import captured, measure, peak_gib
 from benchmarks.csa_gate_cases import Inputs, random_inputs
 from benchmarks.csa_gate_checks import norm_error
 from benchmarks.flashmla_training import training
@@ -83,16 +83,6 @@ def backward_alone(flashmla: Mapping[str, Backend], steps: int, seconds: float) 
             record["difference"] = {name: norm_error(a, b) for name, a, b in pairs}
         results[f"T={tokens} H=64 D=512 K=512"] = record | measure(functions)
         yield results
-
-
-def captured(function: Callable[[], Any]) -> Callable[[], None]:
-    """The work of `function` as a CUDA graph, as training runs it: its time is the GPU's, without the launches of the host."""
-    for _ in range(2):
-        function()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph.replay
 
 
 def layer_step(flashmla: Mapping[str, Backend], steps: int, seconds: float) -> Iterator[dict[str, Any]]:

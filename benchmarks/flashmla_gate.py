@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks import RESULTS, provenance, write_json
-from benchmarks.csa_gate import check_case
+from benchmarks.csa_gate import check_case, worst_shares
 from benchmarks.csa_gate_cases import Case, Inputs, pairwise_cases, random_inputs
 from benchmarks.csa_gate_checks import norm_error, reference_once, train_once
 from benchmarks.csa_gate_extremes import crowded_key, deterministic_runs, many_rows, sinks_of_200, tiny_compressed_mass
@@ -294,7 +294,7 @@ def main() -> int:
         f"gate {'green' if gate['passed'] else 'RED'}: {gate['checks'] - len(gate['failed'])} of {gate['checks']} in {gate['seconds']} s", flush=True
     )
     result["gate"] = {key: value for key, value in gate.items() if key != "records"}
-    result["gate"]["worst"] = _worst(gate["records"])
+    result["gate"]["worst"] = worst_shares(gate["records"])
     write_json(path, result)
     if gate["passed"] and not args.only and not args.no_compare:
         from benchmarks.flashmla_compare import STAGES
@@ -310,15 +310,6 @@ def main() -> int:
                 write_json(path, result)
     print(f"wrote {path}")
     return 0 if gate["passed"] else 1
-
-
-def _worst(records: list[dict[str, Any]]) -> dict[str, float]:
-    """Per quantity, the largest share of its limit that any case used."""
-    worst: dict[str, float] = {}
-    for record in records:
-        for name, (error, allowed) in record["errors"].items():
-            worst[name] = max(worst.get(name, 0.0), error / allowed if allowed > 0 else 0.0)
-    return {name: round(share, 3) for name, share in sorted(worst.items())}
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ COLUMNS = {
     "triton without indexer loss": "no indexer loss",
     DETERMINISTIC: "`full_csa`, deterministic",
     PLAIN: "PyTorch autograd",
+    "unfused": "`backend=unfused`",
 }
 CURVES = {"train/lm_loss": "LM loss", "indexer/kl": "indexer KL", "val/loss": "validation loss"}
 TRAINING_PATHS = ("triton", "dense", "triton-plain", "unfused")
@@ -114,12 +115,14 @@ def core(result: dict[str, Any]) -> list[str]:
 def beside_the_peer(shapes: list[dict[str, Any]], peer: str) -> list[str]:
     """Time and memory of the step, ours and the peer's, where the peer ran and agreed."""
     rows = []
+    with_graphs = any("captured" in r for r in shapes)
     for r in shapes:
         if PEER in r["step"]:
             own, other = r["step"][OURS], r["step"][PEER]
             gib, other_gib = r["peak_gib"][OURS], r["peak_gib"][PEER]
             speed, memory = f"{own['ms'] / other['ms']:.2f}", f"{gib / other_gib:.2f}"
-            rows.append([*_shape(r), timed(own), timed(other), speed, f"{gib:.2f}", f"{other_gib:.2f}", memory])
+            graphs = [timed(r["captured"].get(path)) for path in (OURS, PEER)] if "captured" in r else ["-", "-"]
+            rows.append([*_shape(r), timed(own), timed(other), speed, *(graphs if with_graphs else []), f"{gib:.2f}", f"{other_gib:.2f}", memory])
     failed = [
         f"No peer at {r['tokens']:,} tokens, {r['heads']} heads of {r['head_dim']}: {why if isinstance(why, str) else f'it differs by {why:.1%}'}."
         for r in shapes
@@ -128,6 +131,7 @@ def beside_the_peer(shapes: list[dict[str, Any]], peer: str) -> list[str]:
     alone = [f"{r['tokens']:,} tokens" for r in shapes if r["head_dim"] == 512 and PEER not in r["agrees"]]
     if not rows:
         return [f"No peer: {peer}.", *failed]
+    graphs_head = ["ours as a graph", "peer as a graph"] if with_graphs else []
     return [
         "### Beside the peer",
         "",
@@ -135,7 +139,7 @@ def beside_the_peer(shapes: list[dict[str, Any]], peer: str) -> list[str]:
         "in output and mean KL. Ours: `backend=triton` with the teacher `full_csa`. Ratios: ours by the peer's, below 1 ours is faster or smaller.",
         f"The next table has the shapes that ours ran without it: small heads, which it does not take{''.join(f', and {item}' for item in alone)}.",
         *failed,
-        *("", *grid([*SHAPE, "ours ms", "peer ms", "ms ratio", "ours GiB", "peer GiB", "GiB ratio"], rows)),
+        *("", *grid([*SHAPE, "ours ms", "peer ms", "ms ratio", *graphs_head, "ours GiB", "peer GiB", "GiB ratio"], rows)),
     ]
 
 
@@ -145,10 +149,11 @@ def choices_of_ours(shapes: list[dict[str, Any]]) -> list[str]:
     def longest(path: str) -> str:
         return f"{max((r['tokens'] for r in shapes if path in r['step']), default=0):,}"
 
+    columns = {path: title for path, title in COLUMNS.items() if path != "unfused" or any(path in r["step"] for r in shapes)}
     rows = [
         [
             *_shape(r),
-            *(timed(r["step"].get(path)) for path in COLUMNS),
+            *(timed(r["step"].get(path)) for path in columns),
             *(f"{r['peak_gib'][p]:.2f}" if p in r["peak_gib"] else "-" for p in (OURS, PLAIN)),
         ]
         for r in shapes
@@ -159,7 +164,7 @@ def choices_of_ours(shapes: list[dict[str, Any]]) -> list[str]:
         "ms of our step, with another teacher, without the indexer loss, in the deterministic mode (`torch.use_deterministic_algorithms`), and",
         f"of plain PyTorch autograd. -: not run; the deterministic mode ran up to {longest(DETERMINISTIC)} tokens, autograd up to {longest(PLAIN)}.",
         "",
-        *grid([*SHAPE, *COLUMNS.values(), "`full_csa` GiB", "autograd GiB"], rows),
+        *grid([*SHAPE, *columns.values(), "`full_csa` GiB", "autograd GiB"], rows),
     ]
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import gc
 import importlib
 import itertools
 import json
@@ -155,6 +156,17 @@ def build_step(model: str, path: str, tokens: int, device: str) -> tuple[Any, Ca
     return training, lambda: training.step(batch).total.detach()
 
 
+def take_steps(model: str, path: str, tokens: int, device: str) -> None:
+    """As many steps as it takes until every kernel is compiled and the graph, if there is one, replayed; nothing of them stays."""
+    training, step = build_step(model, path, tokens, device)
+    for _ in range(3):
+        step()
+    del training, step
+    gc.collect()  # the decoder and its graph know each other
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
 def time_step(step: Callable[[], Tensor], device: str, repeats: int, at_most: float = 3.0) -> list[float]:
     """Seconds of a step, from each of `repeats` groups of three that follow one another as in training, after two steps to warm up.
 
@@ -272,13 +284,15 @@ def plot(records: list[dict[str, Any]], title: str, target: Path) -> None:
 def measured_points(args: argparse.Namespace) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """(path, tokens, record) of every point, one after the other, each in a process of its own.
 
-    They import side by side and wait; the first begins when all have done so, for imports would take the host's time from what is measured.
+    They import side by side and wait; the first begins when all have done so, for imports would take the host's time from what is measured. The first
+    process of each path also takes its first steps then: what it compiles stands in Triton's cache for the others.
     """
     with contextlib.ExitStack() as stack:
         waiting = []
         for tokens, path in itertools.product(args.tokens, args.paths):
             command = [sys.executable, "-m", "benchmarks.train_step", "--model", args.model, "--device", args.device, "--repeats", str(args.repeats)]
             command += ["--point", f"{path}@{tokens}", "--wait"] + (["--no-profile"] if args.no_profile else [])
+            command += ["--compile"] if args.device == "cuda" and tokens == args.tokens[0] else []
             errors = stack.enter_context(tempfile.TemporaryFile("w+"))
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True)
             stack.callback(process.kill)
@@ -308,6 +322,7 @@ def main() -> int:
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--point", help=argparse.SUPPRESS)
     parser.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         print("this benchmark needs an NVIDIA GPU; --device cpu tries it out at small lengths")
@@ -316,6 +331,8 @@ def main() -> int:
         path, tokens = args.point.split("@")
         for module in ("benchmarks.decoder_training", "csa_model.data.packing", "hydra"):  # what takes long and needs no GPU
             importlib.import_module(module)
+        if args.compile:
+            take_steps(args.model, path, int(tokens), args.device)
         if args.wait:
             print(READY, flush=True)
         if args.wait and not sys.stdin.readline():

@@ -102,6 +102,11 @@ def test_the_core_is_shown_with_the_peer_and_without_it() -> None:
     assert "| 4,096 | 64 | 512 | 1,024 | 1.000 (0.50) | 1.000 |" in with_ratios
     assert "| 4,096 | 8 | 64 | 1,024 | 1.000 | 1.000 |" in without
     assert without.count("| 4.000 |") == 4  # the parts of the step with full_csa are four, in each shape
+    shapes[4]["captured"] = {ours: {"ms": 2.5, "spread": 0.0}, peer: {"ms": 3.5, "spread": 0.0}}
+    shapes[0]["step"]["unfused"] = {"ms": 40.0, "spread": 0.0}
+    page = "\n".join(tables.core(record))
+    assert "| 4,096 | 64 | 512 | 1,024 | 3.000 | 4.000 | 0.75 | 2.500 | 3.500 | 3.00 | 4.00 | 0.75 |" in page
+    assert "| 4,096 | 8 | 64 | 1,024 | 2.000 | - | - | - | 12.0 | 40.0 | 2.00 | 12.00 |" in page
     record["shapes"] = shapes[:1]
     assert "No peer: FlashMLA." in "\n".join(tables.core(record))
 

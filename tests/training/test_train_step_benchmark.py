@@ -109,3 +109,38 @@ def test_a_point_whose_parent_is_gone_measures_nothing(monkeypatch: pytest.Monke
         assert train_step.main() == status
         assert capsys.readouterr().out.splitlines() == ["ready"] + ["{}"] * (status == 0)
     assert len(measured) == 1
+
+
+def test_the_first_process_of_a_path_compiles_before_it_is_ready(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    steps: list[str] = []
+
+    def build_step(model: str, path: str, tokens: int, device: str) -> tuple[object, object]:
+        return object(), lambda: steps.append(f"{path}@{tokens}")
+
+    monkeypatch.setattr(train_step, "build_step", build_step)
+    monkeypatch.setattr(train_step, "measure_point", lambda *arguments: {"steps": len(steps)})
+    monkeypatch.setattr(sys, "argv", ["train_step", "--device", "cpu", "--point", "triton@128", "--wait", "--compile"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("go\n"))
+    assert train_step.main() == 0
+    assert capsys.readouterr().out.splitlines() == ["ready", '{"steps": 3}']  # a graph is replayed in the third step
+    assert steps == ["triton@128"] * 3
+
+
+def test_only_the_first_length_of_a_path_is_compiled_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    class Process:
+        stdout, returncode = ["ready\n"], 0
+
+        def __init__(self, command: list[str], **options: object) -> None:
+            commands.append(command)
+
+        def communicate(self, told: str) -> tuple[str, None]:
+            return "{}", None
+
+        def kill(self) -> None: ...
+
+    monkeypatch.setattr(train_step.subprocess, "Popen", Process)
+    args = argparse.Namespace(tokens=[128, 256], paths=["triton", "dense"], model="nano", device="cuda", repeats=1, no_profile=True)
+    assert len(list(train_step.measured_points(args))) == 4
+    assert ["--compile" in command for command in commands] == [True, True, False, False]

@@ -3,6 +3,7 @@
 
 The yardstick is a plain implementation in the dtype of the case that rounds P and dS to that dtype before their matrix products, as every
 tensor-core kernel must. A kernel may be FACTOR times as far from float64 as that in the norm of each result, ROW_FACTOR times in its worst row.
+A relative error e of the norm leaves a cosine of at least sqrt(1 - e^2): 0.999 is e = 4.5 %.
 """
 
 from __future__ import annotations

@@ -163,6 +163,9 @@ class Summary:
         if trainer.global_step > self.resumed_at:  # what was logged before the run was resumed is no figure of its last leg
             curves = {name: curve for name, curve in curves.items() if curve[0][-1] > self.resumed_at or not OF_A_LEG.match(name)}
         values = last_values(curves)
+        module: Any = trainer.lightning_module
+        if module is not None:  # chosen when it was built, and again where a step could not be captured
+            self.facts["cuda_graph"] = module.graph_choice
         self.facts |= {"steps": trainer.global_step, "seconds": round(time.monotonic() - self.started, 1)}
         self.facts |= {key: values.get(metric) for key, metric in METRICS.items()}
         self.facts["metrics"] = {name: value for name, value in sorted(values.items()) if name.startswith(("val/", "indexer/", "attn/", "teacher/"))}

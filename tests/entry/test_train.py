@@ -56,6 +56,7 @@ def test_a_run_leaves_everything_that_explains_it_in_one_folder(workplace: Path,
     facts = summary(out)
     assert facts["status"] == "finished"
     assert facts["steps"] == 2
+    assert facts["cuda_graph"] == "none: the model does not run on an NVIDIA GPU"
     for key in ("validation_loss", "bits_per_byte", "unigram_loss", "unigram_bits_per_byte", "indexer_kl", "indexer_kl_uniform", "process_rss_gib"):
         assert isinstance(facts[key], float), key
     assert len(str(facts["initial_weights_sha256"])) == len(str(facts["corpus_sha256"])) == 64

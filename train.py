@@ -51,7 +51,7 @@ def train(config: ExperimentConfig, arguments: list[str], job_folder: Path | Non
     run = launch.open_run_on_every_rank(config, checkpoint, job_folder)
     callbacks = [*build_callbacks(config, run), *console.progress(config.trainer)]
     trainer = launch.build_trainer(config, run, callbacks, launch.build_loggers(config, run, resume_step))
-    summary = report.Summary(config, run, data, initial_weights, module.decoder.backend.name, resume_step)
+    summary = report.Summary(config, run, data, initial_weights, module.decoder.backend.name, resume_step, changed)
     if trainer.is_global_zero:
         run.record(config, arguments, report.corpus_facts(data), module.decoder.backend.describe())
         report.print_start(config, run, module, data, [*warned, *(f"changed on resume: {line}" for line in changed)])

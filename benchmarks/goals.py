@@ -44,6 +44,11 @@ class Goal:
     def met(self) -> bool:
         return self.reached <= self.target if self.at_most else self.reached >= self.target
 
+    @property
+    def within_spread(self) -> bool:
+        """Whether the target lies within the spread of what was reached, so that another run may tell otherwise."""
+        return self.spread > SHOWN_SPREAD and abs(self.reached - self.target) <= self.spread * self.reached
+
     def cells(self) -> list[str]:
         """Goal, where, target, reached, met or missed. As many digits as it takes to see a missed target missed."""
         forms = [f".{digits}%" for digits in range(3)] if self.percent else [f".{digits}f" for digits in range(2, 5)]
@@ -52,7 +57,8 @@ class Goal:
         reached = next((a for a, b in zip(shown, equal, strict=True) if self.met or a != b), shown[-1])
         target = equal[0]
         spread = f" ±{self.spread:.0%}" if self.spread > SHOWN_SPREAD else ""
-        return [self.name, self.where, f"{'≤' if self.at_most else '≥'} {target}", reached + spread, "met" if self.met else "missed"]
+        verdict = ("met" if self.met else "missed") + (", within the spread" if self.within_spread else "")
+        return [self.name, self.where, f"{'≤' if self.at_most else '≥'} {target}", reached + spread, verdict]
 
 
 def _quotient(above: list[dict[str, Any]], below: list[dict[str, Any]]) -> tuple[float, float]:

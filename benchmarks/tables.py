@@ -137,7 +137,7 @@ def beside_the_peer(shapes: list[dict[str, Any]], peer: str) -> list[str]:
         "",
         f"Peer: {peer}, composed by us with the KL in PyTorch and the scores of all entries in memory, in the same run; it agrees",
         "in output and mean KL. Ours: `backend=triton` with the teacher `full_csa`. Ratios: ours by the peer's, below 1 ours is faster or smaller.",
-        f"The next table has the shapes that ours ran without it: small heads, which it does not take{''.join(f', and {item}' for item in alone)}.",
+        f"The next table has the shapes that ours ran alone: small heads, which it would have to pad{''.join(f', and {item}' for item in alone)}.",
         *failed,
         *("", *grid([*SHAPE, "ours ms", "peer ms", "ms ratio", *graphs_head, "ours GiB", "peer GiB", "GiB ratio"], rows)),
     ]

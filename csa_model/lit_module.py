@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from csa_model.backend_choice import choose_backend, compute_dtype, device_type
 from csa_model.config import ConfigError, ExperimentConfig, from_mapping
@@ -123,6 +124,13 @@ class CSALitModule(L.LightningModule):
                 f"a Trainer of {self.trainer.world_size} processes cannot sum the gradients of a CUDA graph",
                 "trainer.strategy=ddp or trainer.cuda_graph=never in the configuration of the module",
             )
+
+    def on_train_start(self) -> None:
+        # A checkpoint brings the learning rates of its own schedule; where trainer.max_steps has changed, those of this one hold from here on.
+        for scheduler in (entry.scheduler for entry in self.trainer.lr_scheduler_configs):
+            assert isinstance(scheduler, LambdaLR)
+            for group, base, factor in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+                group["lr"] = base * factor(scheduler.last_epoch)
 
     def on_fit_end(self) -> None:
         if self.graph is not None:

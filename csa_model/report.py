@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import json
 import re
 import signal
 import time
@@ -75,7 +76,7 @@ def print_start(config: ExperimentConfig, run: RunDirectory, module: Any, data: 
         ("selection", f"top {'all' if model.index_topk is None else model.index_topk} compressed entries, window {model.sliding_window}"),
         ("backend", f"{module.decoder.backend.name}: {_grouped(module.decoder.backend.describe())}"),
         *([("backend=auto", f"chose {module.decoder.backend.name}: {module.backend_reason}")] if module.backend_reason else []),
-        *([("CUDA graph", module.graph_choice)] if device_type(config) == "cuda" else []),
+        *([("CUDA graph", module.graph_choice)] if device_type(config) == "cuda" or config.trainer.cuda_graph != "auto" else []),
         ("teacher", f"{config.teacher.name} x {config.teacher.coefficient:g}, stage {config.stage.name}"),
         ("data", f"{corpus.name}, {corpus.documents:,} documents, {corpus.tokens:,} tokens, sha256 {corpus.sha256[:12]}"),
         (
@@ -101,7 +102,14 @@ class Summary:
     """Collects what summary.json holds, whether the run ends well or not."""
 
     def __init__(
-        self, config: ExperimentConfig, run: RunDirectory, data: Any, initial_weights_sha256: str, backend: str, resumed_at: int | None = None
+        self,
+        config: ExperimentConfig,
+        run: RunDirectory,
+        data: Any,
+        initial_weights_sha256: str,
+        backend: str,
+        resumed_at: int | None = None,
+        changed: Sequence[str] = (),
     ) -> None:
         self.config, self.run, self.corpus = config, run, data.corpus
         self.started, self.resumed_at = time.monotonic(), resumed_at or 0
@@ -114,6 +122,7 @@ class Summary:
             "seed": config.seed,
             "initial_weights_sha256": initial_weights_sha256,
             "resumed_at": resumed_at,
+            "resumes": _resumes(run, resumed_at, changed),
             "corpus_sha256": self.corpus.sha256,
             "data_order": data.order,
             "unigram_loss": self.corpus.unigram_loss,
@@ -142,8 +151,10 @@ class Summary:
     def _way_on(self) -> str:
         if not (self.run.checkpoints / LAST).exists():
             return f"no checkpoint is written yet (callbacks.checkpoint.every_n_steps={self.config.callbacks.checkpoint.every_n_steps})"
+        step = re.search(r"step(\d+)", (self.run.checkpoints / LAST).resolve().name)
+        repeated = f" from step {int(step[1])}, its last checkpoint," if step else ""  # a file of its own holds the step that was interrupted
         whole = self.run.path.parent if (self.run.path.parent / "staged.json").is_file() else self.run.path  # a stage goes on with its staged run
-        return f"go on with run_dir={whole} ckpt_path=last"
+        return f"go on{repeated} with run_dir={whole} ckpt_path=last"
 
     def finish(self, trainer: L.Trainer) -> dict[str, Any]:
         """Write the final summary.json and the plots, print the closing table, return the summary."""
@@ -170,6 +181,14 @@ class Summary:
         self.facts |= {key: values.get(metric) for key, metric in METRICS.items()}
         self.facts["metrics"] = {name: value for name, value in sorted(values.items()) if name.startswith(("val/", "indexer/", "attn/", "teacher/"))}
         self.run.write_summary(self.facts)
+
+
+def _resumes(run: RunDirectory, resumed_at: int | None, changed: Sequence[str]) -> list[dict[str, Any]]:
+    """Every resume that this run folder has seen: at which step, and which settings changed."""
+    known: list[dict[str, Any]] = []
+    if resumed_at is not None and run.summary_file.is_file():
+        known = json.loads(run.summary_file.read_text()).get("resumes", [])
+    return known if resumed_at is None else [*known, {"at": resumed_at, "changed": list(changed)}]
 
 
 def closing_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:

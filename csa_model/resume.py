@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,8 @@ from csa_model.overrides import inherited
 from csa_model.run_dir import find_run, plain
 
 LAST = "last.ckpt"
-# May change when a run goes on: where and how long it runs, what it reports. Everything else makes another experiment and is refused.
+# May change when a run goes on: where and how long it runs, what it reports. Everything else makes another experiment and is refused, and so is
+# another number of rows to an optimizer step.
 MAY_DIFFER = (
     *("staged.", "trainer.", "callbacks.", "logger.", "task", "runs_dir", "run_dir", "ckpt_path", "init_from", "compile"),
     *("data.num_workers", "data.cache_dir", "data.path"),
@@ -118,6 +120,9 @@ def compare(path: Path, stored: Mapping[str, Any], config: ExperimentConfig) -> 
             refused.append(line)
         elif not key.startswith(SILENT):
             changed.append(line)
+    before, after = rows_per_step(dict(_leaves(stored))), rows_per_step(now)
+    if None not in (before, after) and before != after:
+        refused.append(f"rows per optimizer step (trainer.accumulate_grad_batches x devices x num_nodes): {before} in the checkpoint, {after} now")
     if refused:
         raise ConfigError(
             f"ckpt_path={path} was trained with other settings:\n  "
@@ -125,6 +130,12 @@ def compare(path: Path, stored: Mapping[str, Any], config: ExperimentConfig) -> 
             + "\nResume with the settings of the checkpoint, or start a new run from its weights with init_from instead of ckpt_path."
         )
     return changed
+
+
+def rows_per_step(leaves: Mapping[str, Any]) -> int | None:
+    """Packed rows that one optimizer step reads, of a flat config; None where trainer.devices=auto leaves that to the machine."""
+    factors = [leaves.get(f"trainer.{name}", 1) for name in ("accumulate_grad_batches", "devices", "num_nodes")]
+    return math.prod(factors) if all(isinstance(factor, int) for factor in factors) else None
 
 
 def _leaves(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

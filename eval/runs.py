@@ -60,6 +60,15 @@ class Run:
         """Optimizer steps taken."""
         return int(self.summary["steps"])
 
+    @property
+    def resumed_with(self) -> dict[str, str]:
+        """Settings that changed when the run was resumed and that reach its mathematics: "at step N key" -> before and after."""
+        matters = ("trainer.precision:", *(() if self.config.get("scheduler.name") == "constant" else ("trainer.max_steps:",)))
+        resumes = self.summary.get("resumes", [])
+        return {
+            f"at step {r['at']} {line.split(':')[0]}": line.split(": ", 1)[1] for r in resumes for line in r["changed"] if line.startswith(matters)
+        }
+
     def final(self, metric: str) -> float | None:
         """The last logged value of `metric`, or the value of the evaluation; None where there is none or it is not finite."""
         if metric in self.evaluation:
@@ -206,6 +215,7 @@ def _differences(reference: Run, others: Iterable[Run], same_seed: bool) -> list
             a, b = reference.config.get(key), run.config.get(key)
             if a != b and not free:
                 found.append(f"{key} ({_show(a)} and {_show(b)})")
+        found += _unequal("changed on resume", reference.resumed_with, run.resumed_with)
         if run.evaluated_on and reference.evaluated_on:
             found += _unequal("evaluation", reference.evaluated_on, run.evaluated_on)
         if run.steps != reference.steps and same_seed:

@@ -64,6 +64,8 @@ class IndexerDiagnostics(L.Callback):
         self._measured_at = -1
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:  # within a step: the weights are those of the step before
+            return
         step = trainer.global_step
         due = step % self.every_n_steps == 0 or step == trainer.max_steps
         if due and step != self._measured_at and step > 0:

@@ -9,11 +9,13 @@ import pytest
 import torch
 from omegaconf.errors import OmegaConfBaseException
 
-from csa_model.config import ConfigError
+from csa_model.config import ConfigError, ExperimentConfig
 from csa_model.console import number, report
 from csa_model.plots import last_values, plot_run, read_curves
-from csa_model.report import closing_rows, weights_sha256
+from csa_model.report import Summary, _resumes, closing_rows, weights_sha256
+from csa_model.run_dir import RunDirectory
 from kernels import BackendUnsupported
+from tests.model.helpers import plain_config
 
 
 def test_the_hash_of_the_weights_sees_values_names_shapes_and_buffers() -> None:
@@ -79,3 +81,29 @@ def test_other_errors_keep_their_traceback(capsys: pytest.CaptureFixture[str]) -
     shown = capsys.readouterr().err
     assert "Traceback" in shown
     assert "inside" in shown
+
+
+def test_an_interrupted_run_says_from_which_step_it_will_go_on(tmp_path: Path) -> None:
+    """last.ckpt is a link to a periodic checkpoint where a step was interrupted half done, else a file of the last step."""
+    (tmp_path / "checkpoints").mkdir()
+    summary = object.__new__(Summary)
+    summary.run = RunDirectory(tmp_path)
+    summary.config = ExperimentConfig(model=plain_config())
+    assert "no checkpoint is written yet" in summary._way_on()
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    (tmp_path / "checkpoints" / "step000100.ckpt").touch()
+    last.symlink_to("step000100.ckpt")
+    assert summary._way_on() == f"go on from step 100, its last checkpoint, with run_dir={tmp_path} ckpt_path=last"
+    last.unlink()
+    last.touch()
+    assert summary._way_on() == f"go on with run_dir={tmp_path} ckpt_path=last"
+
+
+def test_every_resume_of_a_run_folder_is_remembered(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    assert _resumes(run, None, []) == []
+    first = _resumes(run, 4, ["trainer.max_steps: 4 in the checkpoint, 8 now"])
+    run.write_summary({"resumes": first})
+    again = _resumes(run, 6, [])
+    assert again == [{"at": 4, "changed": ["trainer.max_steps: 4 in the checkpoint, 8 now"]}, {"at": 6, "changed": []}]
+    assert _resumes(run, None, []) == []  # a fresh run in a folder of an old one

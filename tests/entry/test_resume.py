@@ -73,6 +73,15 @@ def test_settings_that_make_another_experiment_are_named_and_refused(run: Path, 
     assert "init_from" in str(error.value)
 
 
+def test_another_number_of_rows_to_a_step_is_refused_however_it_comes_about(run: Path) -> None:
+    stored, _ = read_config(run / "checkpoints" / "last.ckpt")
+    with pytest.raises(ConfigError, match=r"rows per optimizer step .*: 1 in the checkpoint, 4 now"):
+        compare(run, stored, load("trainer.accumulate_grad_batches=2", "trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu"))
+    two = dict(plain(load("trainer.accumulate_grad_batches=2")))
+    assert compare(run, two, load("trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu"))  # two processes of one row each, named but allowed
+    assert compare(run, two, load("trainer=ddp", "trainer.devices=auto", "trainer.accelerator=cpu"))
+
+
 def test_length_and_reporting_may_change_and_are_named(run: Path) -> None:
     stored, _ = read_config(run / "checkpoints" / "last.ckpt")
     assert compare(run, stored, load()) == []

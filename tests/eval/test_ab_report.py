@@ -227,3 +227,14 @@ def test_the_module_runs_from_a_shell(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "report.md" in done.stdout
+
+
+def test_arms_that_were_extended_differently_are_refused(tmp_path: Path) -> None:
+    """A cosine that was stretched on the way is another schedule, though both configurations end up the same."""
+    resumes = [{"at": 10, "changed": ["trainer.max_steps: 10 in the checkpoint, 20 now", "trainer.log_every_n_steps: 10 in the checkpoint, 5 now"]}]
+    a, b = (make_run(tmp_path / arm, arm, 1, summary={"resumes": resumes}) for arm in ("full_csa", "compressed_only"))
+    assert not check_comparable([read_run(a), read_run(b)])
+    c = make_run(tmp_path / "c", "compressed_only", 1)
+    (problem,) = check_comparable([read_run(a), read_run(c)])
+    assert "changed on resume at step 10 trainer.max_steps (None and 10 in the checkpoint, 20 now)" in problem
+    assert "log_every" not in problem

@@ -215,3 +215,14 @@ def test_validation_comes_after_optimizer_steps_under_accumulation() -> None:
     trainer = make_trainer(config, logger=log, limit_val_batches=1.0, val_check_interval=interval, check_val_every_n_epoch=None)
     trainer.fit(module, datamodule=Data(make_rows([[10]] * 16, accumulate=4)))
     assert [step for step, row in log.rows.items() if "val/loss" in row] == [1, 3]
+
+
+def test_diagnostics_run_when_a_step_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run meets the step of its checkpoint again in the first micro-batches of the next one."""
+    measured: list[int] = []
+    monkeypatch.setattr(IndexerDiagnostics, "_run", lambda self, trainer, module: measured.append(trainer.global_step))
+    callback = IndexerDiagnostics(DiagnosticsConfig(every_n_steps=2, rows=4), 3)
+    for micro_batch in range(4):
+        trainer = SimpleNamespace(global_step=4 + (micro_batch + 1) // 2, accumulate_grad_batches=2, max_steps=6)
+        callback.on_train_batch_end(trainer, None, None, None, micro_batch)  # type: ignore[arg-type]
+    assert measured == [6]

@@ -15,7 +15,7 @@ import torch
 from training_helpers import make_config, make_module, make_trainer
 
 from csa_model.callbacks import LastCheckpoint, periodic_checkpoints
-from csa_model.config import CheckpointConfig, DataConfig, ExperimentConfig, TokenizerConfig
+from csa_model.config import CheckpointConfig, DataConfig, ExperimentConfig, SchedulerConfig, TokenizerConfig
 from csa_model.data.datamodule import CSADataModule
 from csa_model.gradients import NonFiniteGradientError
 from csa_model.lit_module import CSALitModule
@@ -161,3 +161,25 @@ def test_only_the_latest_checkpoints_stay(text: Path, tmp_path: Path) -> None:
     make_trainer(config, callbacks=callbacks, enable_checkpointing=True).fit(make_module(config), datamodule=_data(config))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["last.ckpt", "step000005.ckpt", "step000006.ckpt"]
     assert not (tmp_path / "last.ckpt").is_symlink()
+
+
+class Rates(L.Callback):
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.values.append(optimizer.param_groups[0]["lr"])
+
+
+def test_an_extended_run_has_its_new_schedule_from_the_first_step_on(text: Path, tmp_path: Path) -> None:
+    rates = {}
+    for name, steps, checkpoint in (("first", 4, None), ("extended", 8, tmp_path / "last.ckpt"), ("whole", 8, None)):
+        config = _config(text, max_steps=steps)
+        config = dataclasses.replace(config, scheduler=SchedulerConfig(name="cosine", warmup_steps=0))
+        callback = Rates()
+        saves = [LastCheckpoint(tmp_path)] if name == "first" else []
+        trainer = make_trainer(config, callbacks=[callback, *saves])
+        trainer.fit(CSALitModule(config), datamodule=_data(config), ckpt_path=checkpoint, weights_only=True if checkpoint else None)
+        rates[name] = callback.values
+    assert rates["extended"] == rates["whole"][4:]
+    assert rates["first"] != rates["whole"][:4]

@@ -82,8 +82,6 @@ class CSALitModule(L.LightningModule):
             terms, router, self._gradients = step.terms, step.router, step.gradients
             if self.trainer.accumulate_grad_batches > 1:  # the next micro-batch will overwrite them
                 terms, router = copied(terms), copied(router)
-            else:  # `.grad` is the graph's own memory, which `zero_grad(set_to_none=False)` would now empty
-                self.decoder.zero_grad(set_to_none=True)
         self._micro_batches.append((terms, batch))
         for record in router:
             gate, counts = self._router_counts.get(record.layer, (record.module, torch.zeros_like(record.counts)))

@@ -2,9 +2,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from graph_helpers import ActedGraph, OfTheDevice, tensors_of
+
+from csa_model import lit_module
+from csa_model.training_graph import MicroStep, TrainingGraph
 
 
 @pytest.fixture(autouse=True)
@@ -13,3 +18,21 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def acted(monkeypatch: pytest.MonkeyPatch) -> list[ActedGraph]:
+    """The graphs that were captured, as trainer.cuda_graph=always does from the third micro-batch on."""
+    graphs: list[ActedGraph] = []
+
+    def capture(self: TrainingGraph, room: Any) -> tuple[Any, MicroStep]:
+        result = self._step(room)
+        for t in tensors_of(result):  # a capture runs nothing
+            t.zero_()
+        graphs.append(ActedGraph(lambda: self._step(room), result))
+        return graphs[-1], result
+
+    monkeypatch.setattr(TrainingGraph, "_capture", capture)
+    monkeypatch.setattr(lit_module, "choose_graph", lambda config, backend, device: (config.trainer.cuda_graph == "always", ""))
+    monkeypatch.setattr(lit_module, "choose_backend", lambda config, mode: (OfTheDevice(), ""))
+    return graphs

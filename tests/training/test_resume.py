@@ -12,7 +12,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from training_helpers import make_config, make_module, make_trainer
+from training_helpers import StopAt, make_config, make_module, make_trainer
 
 from csa_model.callbacks import LastCheckpoint, periodic_checkpoints
 from csa_model.config import CheckpointConfig, DataConfig, ExperimentConfig, SchedulerConfig, TokenizerConfig
@@ -28,18 +28,6 @@ class Losses(L.Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if "train/loss" in trainer.callback_metrics:
             self.values.setdefault(trainer.global_step, float(trainer.callback_metrics["train/loss"]))
-
-
-class StopAt(L.Callback):
-    """Raises in the middle of a micro-batch: after the forward and backward passes, before anything is counted."""
-
-    def __init__(self, micro_batch: int, error: BaseException) -> None:
-        self.micro_batch, self.error = micro_batch, error
-
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        self.micro_batch -= 1
-        if self.micro_batch == 0:
-            raise self.error
 
 
 @pytest.fixture(scope="module")

@@ -9,47 +9,18 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from training_helpers import loader, make_config, make_module, make_rows, make_trainer
+from graph_helpers import ROWS as SEVEN_ROWS
+from graph_helpers import WARMUP, OfTheDevice
+from training_helpers import MODEL, loader, make_config, make_module, make_rows, make_trainer
 
 from csa_model import lit_module, training_graph
 from csa_model.callbacks import PeakMemory
 from csa_model.config import StageConfig
+from csa_model.decoder import AttentionMode, geometry
 from csa_model.training_graph import TrainingGraph, choose_graph, copied
-from kernels import BackendUnsupported, PackedLayout, StaticLayout, get_backend
-from kernels.unfused import UnfusedBackend
+from kernels import BackendUnsupported, get_backend
 
-ROWS = [[40, 7], [30, 18], [48], [3, 3, 3, 3, 3, 3], [47, 1], [20, 20]]
-WARMUP = StageConfig("indexer_warmup", "dense", "dense", True)
-
-
-class KnowsFromDevice(UnfusedBackend):
-    """The reference for a StaticLayout: it reads the documents back from the device and drops the entries that belong to nobody."""
-
-    def capturable(self) -> bool:
-        return True
-
-    @staticmethod
-    def _exact(arguments: tuple[Any, ...]) -> list[Any]:
-        (layout,) = (a for a in arguments if isinstance(a, PackedLayout))
-        if not isinstance(layout, StaticLayout):
-            return list(arguments)
-        exact = PackedLayout(layout.cu_seqlens, layout.num_tokens)
-        ratio = arguments[[a is layout for a in arguments].index(True) + 1]
-        count = layout.num_compressed(ratio) if ratio else -1
-        # an entry tensor is the one with as many rows as the bound says; rows and entries never have the same number here
-        return [
-            exact if a is layout else a[: exact.num_compressed(ratio)] if isinstance(a, torch.Tensor) and a.dim() == 2 and a.shape[0] == count else a
-            for a in arguments
-        ]
-
-    def select(self, *arguments: Any) -> Any:  # type: ignore[override]
-        return super().select(*self._exact(arguments))
-
-    def attend(self, *arguments: Any) -> Any:  # type: ignore[override]
-        return super().attend(*self._exact(arguments))
-
-    def indexer_loss(self, *arguments: Any, **named: Any) -> Any:  # type: ignore[override]
-        return super().indexer_loss(*self._exact(arguments), **named)
+ROWS = SEVEN_ROWS[:6]
 
 
 class AtTheEnd(L.Callback):
@@ -78,7 +49,7 @@ def plain_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every micro-batch goes through TrainingGraph, none is captured."""
     monkeypatch.setattr(training_graph, "PLAIN_STEPS", 10**9)
     monkeypatch.setattr(lit_module, "choose_graph", lambda config, backend, device: (config.trainer.cuda_graph == "always", ""))
-    monkeypatch.setattr(lit_module, "choose_backend", lambda config, mode: (KnowsFromDevice(), ""))
+    monkeypatch.setattr(lit_module, "choose_backend", lambda config, mode: (OfTheDevice(), ""))
 
 
 @pytest.mark.parametrize(
@@ -196,7 +167,7 @@ def test_gradients_come_as_optimizers_expect_them() -> None:
 )
 def test_what_forbids_a_graph_is_said(change: dict[str, Any], words: str) -> None:
     change = dict(change)
-    backend = get_backend("unfused") if change.pop("backend", None) else KnowsFromDevice()
+    backend = get_backend("unfused") if change.pop("backend", None) else OfTheDevice()
     device, compiled = change.pop("device", "cuda"), change.pop("compile", False)
     config = make_config(**{"accelerator": "gpu", "precision": "bf16-mixed", **change})
     config = dataclasses.replace(config, compile=compiled)
@@ -210,9 +181,9 @@ def test_what_forbids_a_graph_is_said(change: dict[str, Any], words: str) -> Non
 
 def test_a_graph_is_taken_where_nothing_forbids_it() -> None:
     config = make_config(accelerator="gpu", precision="bf16-mixed")
-    assert choose_graph(config, KnowsFromDevice(), "cuda")[0]
+    assert choose_graph(config, OfTheDevice(), "cuda")[0]
     never = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, cuda_graph="never"))
-    assert choose_graph(never, KnowsFromDevice(), "cuda") == (False, "none: trainer.cuda_graph=never")
+    assert choose_graph(never, OfTheDevice(), "cuda") == (False, "none: trainer.cuda_graph=never")
 
 
 GPU_MODEL = {"head_dim": 16, "index_head_dim": 16, "hidden_size": 32}
@@ -305,13 +276,15 @@ def test_a_second_fit_of_the_same_module_does_not_read_where_it_was(monkeypatch:
 @pytest.mark.parametrize("backward", ["triton", "cudnn"])
 def test_replayed_steps_of_flashmla_follow_plain_ones(backward: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit with our backward; cuDNN's has no deterministic mode."""
+    asked = geometry(dataclasses.replace(MODEL, **GPU_MODEL), MODEL.compress_ratios, "cuda", torch.bfloat16, AttentionMode("sparse", "sparse"))
+    try:  # asked alone: a step that cannot be captured is refused in the same words, and must fail here
+        get_backend("flashmla", backward=backward).require(asked)
+    except BackendUnsupported as refusal:
+        pytest.skip(f"FlashMLA or cuDNN is not installed for this torch, or this is no Hopper GPU: {refusal}")
     modules = []
     for plain_steps in (2, 10**9):
         monkeypatch.setattr(training_graph, "PLAIN_STEPS", plain_steps)
-        try:
-            module, _ = _gpu_fit("always", StageConfig(), "full_csa", 1, {}, name="flashmla", backward=backward)
-        except BackendUnsupported as refusal:
-            pytest.skip(str(refusal))
+        module, _ = _gpu_fit("always", StageConfig(), "full_csa", 1, {}, name="flashmla", backward=backward)
         assert module.at_the_end.captured == (plain_steps == 2)
         modules.append(module)
     for (name, a), (_, b) in zip(*(m.decoder.named_parameters() for m in modules), strict=True):

@@ -113,3 +113,15 @@ def make_trainer(config: ExperimentConfig, **options: Any) -> L.Trainer:
 
 def loader(batches: Sequence[PackedBatch]) -> DataLoader[PackedBatch]:
     return DataLoader(list(batches), batch_size=None)  # type: ignore[arg-type]
+
+
+class StopAt(L.Callback):
+    """Raises in the middle of a micro-batch: after the forward and backward passes, before anything is counted."""
+
+    def __init__(self, micro_batch: int, error: BaseException) -> None:
+        self.micro_batch, self.error = micro_batch, error
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        self.micro_batch -= 1
+        if self.micro_batch == 0:
+            raise self.error

@@ -147,7 +147,7 @@ def our_pieces(x: Inputs) -> dict[str, Callable[[], Any]]:
     bounds = RowBounds.of(x.layout, x.ratio, x.window, True)
     index = (x.index_q, x.index_k, x.index_w)
     selection = (*index, bounds.entry_start, bounds.visible, x.topk, x.ratio, x.layout.longest_document() // x.ratio, 0)
-    ids, scores = ops.select(*selection, True)
+    ids, scores = ops.select_now(*selection, True)
     attention = (x.q, x.window_kv, x.compressed_kv, ids, x.sink)
     with torch.no_grad():
         out, lse = backend.attend(*attention, x.layout, x.ratio, x.window, x.scale)
@@ -162,9 +162,9 @@ def our_pieces(x: Inputs) -> dict[str, Callable[[], Any]]:
         return teacher.sparse_teacher(x.q, x.compressed_kv, ids, x.sink, lse, bounds.entry_start, bounds.visible, x.scale)
 
     return {
-        "ours/scores + top-k": lambda: ops.select(*selection, False),
-        "ours/scores + top-k, scores kept": lambda: ops.select(*selection, True),
-        "ours/attention forward": lambda: ops.attend(*attention, bounds.window_start, bounds.entry_start, bounds.visible, 0, x.window, x.scale, 1),
+        "ours/scores + top-k": lambda: ops.select_now(*selection, False),
+        "ours/scores + top-k, scores kept": lambda: ops.select_now(*selection, True),
+        "ours/attention forward": lambda: ops._attend(*attention, bounds.window_start, bounds.entry_start, bounds.visible, 0, x.window, x.scale, 1),
         "ours/attention backward": lambda: backward(False),
         "ours/attention backward + teacher": lambda: backward(True),
         "ours/teacher alone (log space)": teacher_alone,

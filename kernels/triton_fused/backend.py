@@ -83,8 +83,9 @@ class TritonBackend(Backend):
         start, visible = layout.entry_start(ratio), layout.visible_compressed(ratio)
         with_scores = _differentiated(index_q, index_k, index_w) and not torch.compiler.is_compiling()
         operands = (index_q.detach(), index_k.detach(), index_w.detach())
+        choose = ops.select if ops.dispatched() else ops.select_now
         with torch.no_grad():
-            ids, scores = ops.select(*operands, start, visible, topk, ratio, _longest(layout, ratio, index_k), layout.first_row, with_scores)
+            ids, scores = choose(*operands, start, visible, topk, ratio, _longest(layout, ratio, index_k), layout.first_row, with_scores)
         if with_scores:
             # the tensors are kept as well: were their memory given to others, those could not be told from them
             self._scores[ids] = (scores, operands, _state(ids, *operands))

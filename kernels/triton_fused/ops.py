@@ -53,8 +53,7 @@ def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(tensor.device)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::select", mutates_args=())
-def select(
+def select_now(
     index_q: Tensor,
     index_k: Tensor,
     index_w: Tensor,
@@ -71,6 +70,9 @@ def select(
         index_q, index_k, index_w = index_q.contiguous(), index_k.contiguous(), index_w.contiguous()
         ids, scores = select_entries(index_q, index_k, index_w, entry_start, visible, topk, ratio, longest, first_token, with_scores)
         return ids, torch.empty(0, device=ids.device) if scores is None else scores
+
+
+select = torch.library.custom_op(f"{NAMESPACE}::select", select_now, mutates_args=())
 
 
 @select.register_fake

@@ -196,7 +196,6 @@ def build_trainer(config: ExperimentConfig, run: RunDirectory, callbacks: Sequen
         precision=t.precision,
         max_steps=t.max_steps,
         max_epochs=-1,
-        max_time=t.max_time,
         accumulate_grad_batches=t.accumulate_grad_batches,
         val_check_interval=t.val_every_steps * t.accumulate_grad_batches,
         check_val_every_n_epoch=None,

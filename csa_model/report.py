@@ -26,6 +26,7 @@ from csa_model.resume import LAST
 from csa_model.run_dir import RunDirectory
 
 OF_A_LEG = re.compile(r"(throughput|memory|train)/|indexer/kl(/layer\d+)?$")  # measured while training; the rest is measured again when a run ends
+OUT_OF_TIME = "out_of_time"  # status of a run that trainer.max_time ended
 # summary.json: key -> metric of metrics.csv whose last value it holds
 METRICS = {
     "validation_loss": "val/loss",
@@ -157,14 +158,19 @@ class Summary:
         return f"go on{repeated} with run_dir={whole} ckpt_path=last"
 
     def finish(self, trainer: L.Trainer) -> dict[str, Any]:
-        """Write the final summary.json and the plots, print the closing table, return the summary."""
-        self.facts["status"] = "finished"
+        """Write the final summary.json and the plots, print the closing table, return the summary.
+
+        Its status is finished, or out_of_time where trainer.max_time ended the run before its last step.
+        """
+        self.facts["status"] = "finished" if trainer.global_step >= self.config.trainer.max_steps else OUT_OF_TIME
         if not trainer.is_global_zero:
             return self.facts
         self._write(trainer)
         title = f"{self.config.model.name}, teacher {self.config.teacher.name}, seed {self.config.seed}"
         plots = plot_run(self.run.metrics_file, self.run.plots, self.corpus.unigram_loss, title)
-        print_table("\nresult", [*closing_rows(self.facts), ("plots", ", ".join(p.name for p in plots)), ("run folder", str(self.run.path))])
+        stopped = f"trainer.max_time={self.config.trainer.max_time} was over before step {self.config.trainer.max_steps}; {self._way_on()}"
+        ended = [("ended", stopped)] if self.facts["status"] == OUT_OF_TIME else []
+        print_table("\nresult", [*ended, *closing_rows(self.facts), ("plots", ", ".join(p.name for p in plots)), ("run folder", str(self.run.path))])
         return self.facts
 
     def _write(self, trainer: L.Trainer) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from csa_model import config_checks, launch, resume, staged_report
 from csa_model.config import STAGES, ConfigError, ExperimentConfig, SchedulerConfig, StagedConfig, StagePlan
 from csa_model.overrides import parse
+from csa_model.report import OUT_OF_TIME
 from csa_model.run_dir import RunDirectory, open_run, plain, write_json
 
 SET_BY_THE_PLAN = ("stage", "trainer.max_steps", "scheduler", "scheduler.name", "scheduler.warmup_steps", "scheduler.decay_steps")
@@ -29,7 +30,8 @@ PLAN_FILE = "staged.json"  # marks the folder of a staged run: its status and it
 def run(config: ExperimentConfig, arguments: Sequence[str], train: Train, job_folder: Path | None = None) -> dict[str, object]:
     """Run what is left of the three stages and write the report. `train` runs one configuration with the arguments that its folder records.
 
-    Returns what staged.json holds. Raises ConfigError, before any work, for a stage that cannot run and for a folder that may not be written to.
+    Returns what staged.json holds; where trainer.max_time ends a stage, the plan ends with that status. Raises ConfigError, before any work, for a stage
+    that cannot run and for a folder that may not be written to.
     """
     _refuse_what_the_plan_sets(arguments)
     for name in STAGES:
@@ -57,7 +59,11 @@ def run(config: ExperimentConfig, arguments: Sequence[str], train: Train, job_fo
                 stage = replace(stage, init_from=previous)
             given = stage_arguments(arguments, stage)
             with launch.isolated_job(given):
-                train(stage, given)
+                status = train(stage, given).get("status")
+            if status == OUT_OF_TIME:  # the next stage would begin from a half trained one
+                facts["status"] = status
+                write_json(folder / PLAN_FILE, facts)
+                return facts
         previous = str(run_folder.checkpoints / resume.LAST)
     facts |= {"status": "finished", **staged_report.write(config, {name: Path(str(c.run_dir)) for name, c in configs.items()}, folder)}
     write_json(folder / PLAN_FILE, facts)

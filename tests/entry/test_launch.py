@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from csa_model.callbacks import TimeLimit, build_callbacks
 from csa_model.config import ConfigError
 from csa_model.launch import (
     JOB_VARIABLES,
@@ -78,7 +79,8 @@ def test_steps_are_optimizer_steps_whatever_lightning_counts(tmp_path: Path) -> 
 def test_every_trainer_setting_reaches_lightning(tmp_path: Path) -> None:
     arguments = ["trainer.max_steps=30", "trainer.val_every_steps=5", "trainer.accumulate_grad_batches=3", "trainer.log_every_n_steps=7"]
     config = load(*arguments, "trainer.precision=bf16-mixed", "trainer.deterministic=true", "trainer.max_time=00:01:00:00", "trainer.profiler=simple")
-    trainer = build_trainer(config, RunDirectory(tmp_path), [], [])
+    run = RunDirectory(tmp_path)
+    trainer = build_trainer(config, run, build_callbacks(config, run), [])
     assert trainer.max_steps == 30
     assert trainer.accumulate_grad_batches == 3
     assert trainer.val_check_interval == 15  # micro-batches: Lightning's unit
@@ -86,7 +88,8 @@ def test_every_trainer_setting_reaches_lightning(tmp_path: Path) -> None:
     assert trainer.log_every_n_steps == 7
     assert trainer.precision == "bf16-mixed"
     assert trainer.profiler.__class__.__name__ == "SimpleProfiler"
-    assert any(callback.__class__.__name__ == "Timer" for callback in trainer.callbacks)
+    limits = [callback for callback in trainer.callbacks if isinstance(callback, TimeLimit)]
+    assert [limit.time_remaining() for limit in limits] == [3600]
     assert trainer.gradient_clip_val is None  # clipping is the module's own
 
 

@@ -238,16 +238,26 @@ class Experts(nn.Module):
         nn.init.normal_(self.w2, std=self.std_out)
         nn.init.normal_(self.w3, std=self.std)
 
-    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """sum_k weights[t, k] * expert[experts[t, k]](x[t]): x [T, d], experts int64 [T, K], weights fp32 [T, K] -> [T, d]."""
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor, plus: Tensor | None = None) -> Tensor:
+        """sum_k weights[t, k] * expert[experts[t, k]](x[t]) [+ plus[t]] -> [T, d].
+
+        x [T, d]; experts int64 [T, K]; weights fp32 [T, K]; plus [T, d] in the dtype of the result.
+        """
+        x = x.to(activation_dtype(x))
+        if self.fused is not None and not torch.compiler.is_compiling():
+            pair, place, end = self.fused.order_pairs(experts, self.w1.shape[0])
+            for_gate, for_up = self.fused.spread_rows(x, place)
+            gate, up = grouped_linear(for_gate, self.w1, end), grouped_linear(for_up, self.w3, end)
+            hidden = self.fused.swiglu(gate, up, self.limit, weights.reshape(-1, 1), pair)
+            return self.fused.sum_rows(grouped_linear(hidden, self.w2, end), place, plus)
         order = _Order(experts, self.w1.shape[0])
         places = order.place.view(-1, order.topk)
-        pairs = _Gather.apply(x.to(activation_dtype(x)), order.token, places)
+        pairs = _Gather.apply(x, order.token, places)
         weight = _Gather.apply(weights.flatten(), order.pair, order.place[:, None])
         gate, up = grouped_linear(pairs, self.w1, order.end), grouped_linear(pairs, self.w3, order.end)
-        hidden = clamped_swiglu(gate, up, self.limit, weight[:, None], self.fused)
+        hidden = clamped_swiglu(gate, up, self.limit, weight[:, None])
         y: Tensor = _SumOf.apply(grouped_linear(hidden, self.w2, order.end), order.token, places)
-        return y
+        return y if plus is None else y + plus
 
 
 class MoE(nn.Module):
@@ -263,9 +273,8 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, token_ids: Tensor, row: Row) -> tuple[Tensor, RouterRecord | None]:
         scores, experts, weights = self.gate(x, token_ids)
-        y = self.experts(x, experts, weights * row.is_real[:, None])
-        if self.shared_experts is not None:
-            y = y + self.shared_experts(x)
+        shared = None if self.shared_experts is None else self.shared_experts(x)
+        y = self.experts(x, experts, weights * row.is_real[:, None], shared)
         if self.gate.hashed:
             return y, None
         counts, balance_sum = self.gate.balance(scores, experts, row)

@@ -95,8 +95,26 @@ class RowOperations(Protocol):
             overlap: an entry pools the first half of the channels of the window before its own as well, and of its own the second half.
         """
 
-    def swiglu(self, gate: Tensor, up: Tensor, limit: float, weight: Tensor | None = None) -> Tensor:
-        """silu(min(gate, limit)) * clip(up, -limit, limit) of gate and up [R, D], times `weight` fp32 [R, 1] if there is one: one rounding."""
+    def swiglu(self, gate: Tensor, up: Tensor, limit: float, weight: Tensor | None = None, source: Tensor | None = None) -> Tensor:
+        """silu(min(gate, limit)) * clip(up, -limit, limit) of gate and up [R, D], times `weight` fp32 [R, 1] if there is one: one rounding.
+
+        Row r takes weight[source[r]] where `source` int64 [R], the numbers from 0 to R - 1 in some order, is given, else weight[r].
+        """
+
+    def order_pairs(self, experts: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The P = N * K pairs of experts int64 [N, K], ids below `number`, sorted by expert, those of one expert by their own number; no gradient.
+
+        pair int64 [P]: number of the pair at each place; place int64 [N, K]: place of each pair; end int32 [number]: end of each expert's places.
+        """
+
+    def spread_rows(self, x: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """[P, D]: row n of x [N, D] at places[n, k] for every k; places int64 [N, K] holds every number from 0 to P - 1 once.
+
+        The same rows twice, for two readers that write to neither, so that the sum of their gradients costs no pass of its own.
+        """
+
+    def sum_rows(self, x: Tensor, places: Tensor, plus: Tensor | None = None) -> Tensor:
+        """[N, D]: sum over k of x[places[n, k]] of x [P, D], places as for `spread_rows`, plus `plus` [N, D] if there is one: one rounding."""
 
     def route(self, logits: Tensor, bias: Tensor | None, given: Tensor | None, topk: int, scaling: float) -> tuple[Tensor, Tensor, Tensor]:
         """scores [T, E] = sqrt(softplus(logits)), expert ids int64 [T, K] and their weights [T, K], scores over their sum times `scaling`; fp32.

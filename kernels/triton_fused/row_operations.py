@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from kernels.triton_fused import compress_pool, hyper_maps, norm_rotate, route, stream_mix, swiglu
+from kernels.triton_fused import compress_pool, expert_rows, hyper_maps, norm_rotate, route, stream_mix, swiglu
 
 
 class TritonRowOperations:
@@ -27,9 +27,21 @@ class TritonRowOperations:
         """See `compress_pool.compress_pool`."""
         return compress_pool.compress_pool(projected, ape, starts_document, overlap)
 
-    def swiglu(self, gate: Tensor, up: Tensor, limit: float, weight: Tensor | None = None) -> Tensor:
+    def swiglu(self, gate: Tensor, up: Tensor, limit: float, weight: Tensor | None = None, source: Tensor | None = None) -> Tensor:
         """See `swiglu.swiglu`."""
-        return swiglu.swiglu(gate, up, limit, weight)
+        return swiglu.swiglu(gate, up, limit, weight, source)
+
+    def order_pairs(self, experts: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        """See `expert_rows.order_pairs`."""
+        return expert_rows.order_pairs(experts, number)
+
+    def spread_rows(self, x: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """See `expert_rows.spread_rows`."""
+        return expert_rows.spread_rows(x, places)
+
+    def sum_rows(self, x: Tensor, places: Tensor, plus: Tensor | None = None) -> Tensor:
+        """See `expert_rows.sum_rows`."""
+        return expert_rows.sum_rows(x, places, plus)
 
     def route(self, logits: Tensor, bias: Tensor | None, given: Tensor | None, topk: int, scaling: float) -> tuple[Tensor, Tensor, Tensor]:
         """See `route.route`."""

@@ -6,6 +6,8 @@
 The backward reads gate and up again and keeps nothing else. With s = sigmoid(g), each gradient 0 where its clamp cuts:
     d_gate = dy * weight * u * s * (1 + g (1 - s))     d_up = dy * weight * g * s     d_weight = sum over the row of dy * g * s * u
 
+`source` reorders the weights: each row takes the number at its own index there, and leaves the gradient at the same index.
+
 Legend: R rows, D features.
 """
 
@@ -25,8 +27,24 @@ from kernels.triton_fused.rounding import ceil_div, power_of_two
 
 
 @triton.jit
-def swiglu_kernel(GATE, UP, WEIGHT, OUT, rows, limit, WEIGHTED: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
+def swiglu_kernel(
+    GATE,
+    UP,
+    WEIGHT,
+    SOURCE,
+    OUT,
+    rows,
+    limit,
+    WEIGHTED: tl.constexpr,
+    SOURCED: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    if WEIGHTED:
+        source = tl.load(SOURCE + row, mask=row < rows, other=0) if SOURCED else row
+        weight = tl.load(WEIGHT + source, mask=row < rows, other=0.0).to(tl.float32)[:, None]
     for start in range(0, D, BLOCK_D):
         dim = start + tl.arange(0, BLOCK_D)
         real = (row < rows)[:, None] & (dim < D)[None, :]
@@ -37,7 +55,7 @@ def swiglu_kernel(GATE, UP, WEIGHT, OUT, rows, limit, WEIGHTED: tl.constexpr, D:
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
         y = gate * tl.sigmoid(gate) * up
         if WEIGHTED:
-            y = y * tl.load(WEIGHT + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
+            y = y * weight
         tl.store(OUT + offset, y.to(OUT.dtype.element_ty), mask=real)
 
 
@@ -46,6 +64,7 @@ def swiglu_backward_kernel(
     GATE,
     UP,
     WEIGHT,
+    SOURCE,
     GRAD,
     GRAD_GATE,
     GRAD_UP,
@@ -53,13 +72,15 @@ def swiglu_backward_kernel(
     rows,
     limit,
     WEIGHTED: tl.constexpr,
+    SOURCED: tl.constexpr,
     D: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     if WEIGHTED:
-        weight = tl.load(WEIGHT + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
+        source = tl.load(SOURCE + row, mask=row < rows, other=0) if SOURCED else row
+        weight = tl.load(WEIGHT + source, mask=row < rows, other=0.0).to(tl.float32)[:, None]
         d_weight = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
     for start in range(0, D, BLOCK_D):
         dim = start + tl.arange(0, BLOCK_D)
@@ -80,7 +101,7 @@ def swiglu_backward_kernel(
         tl.store(GRAD_GATE + offset, d_gate.to(GRAD_GATE.dtype.element_ty), mask=real)
         tl.store(GRAD_UP + offset, d_up.to(GRAD_UP.dtype.element_ty), mask=real)
     if WEIGHTED:
-        tl.store(GRAD_WEIGHT + row, tl.sum(d_weight, 1), mask=row < rows)
+        tl.store(GRAD_WEIGHT + source, tl.sum(d_weight, 1), mask=row < rows)
 
 
 def _tiles(x: Tensor) -> dict[str, int]:
@@ -91,38 +112,43 @@ def _tiles(x: Tensor) -> dict[str, int]:
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor | None, limit: float) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor | None, source: Tensor | None, limit: float) -> Tensor:
         gate, up, weight = gate.contiguous(), up.contiguous(), None if weight is None else weight.contiguous()
-        ctx.save_for_backward(gate, up, weight)
+        source = None if source is None else source.contiguous()
+        ctx.save_for_backward(gate, up, weight, source)
         ctx.limit = limit
         out = torch.empty_like(gate)
         if gate.numel():
             tiles, rows = _tiles(gate), gate.shape[0]
+            operands = (gate, up, gate if weight is None else weight, gate if source is None else source, out, rows, limit)
             with on_device_of(gate):
                 grid = (ceil_div(rows, tiles["BLOCK_R"]),)
-                swiglu_kernel[grid](gate, up, gate if weight is None else weight, out, rows, limit, WEIGHTED=weight is not None, **tiles)
+                swiglu_kernel[grid](*operands, WEIGHTED=weight is not None, SOURCED=source is not None, **tiles)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
-        gate, up, weight = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+        gate, up, weight, source = ctx.saved_tensors
         grad, grad_gate, grad_up = grad.contiguous(), torch.empty_like(gate), torch.empty_like(up)
         grad_weight = None if weight is None else torch.empty_like(weight)
         if not gate.numel():
-            return grad_gate, grad_up, None if grad_weight is None else grad_weight.zero_(), None
+            return grad_gate, grad_up, None if grad_weight is None else grad_weight.zero_(), None, None
         tiles, rows = _tiles(gate), gate.shape[0]
-        operands = (gate, up, gate if weight is None else weight, grad, grad_gate, grad_up, gate if grad_weight is None else grad_weight)
+        read = (gate, up, gate if weight is None else weight, gate if source is None else source, grad)
+        written = (grad_gate, grad_up, gate if grad_weight is None else grad_weight)
         with on_device_of(gate):
-            swiglu_backward_kernel[(ceil_div(rows, tiles["BLOCK_R"]),)](*operands, rows, ctx.limit, WEIGHTED=weight is not None, **tiles)
-        return grad_gate, grad_up, grad_weight, None
+            grid = (ceil_div(rows, tiles["BLOCK_R"]),)
+            swiglu_backward_kernel[grid](*read, *written, rows, ctx.limit, WEIGHTED=weight is not None, SOURCED=source is not None, **tiles)
+        return grad_gate, grad_up, grad_weight, None, None
 
 
-def swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None = None) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None = None, source: Tensor | None = None) -> Tensor:
     """silu(min(gate, limit)) * clip(up, -limit, limit) [* weight]; dtype of gate.
 
     Args:
         gate, up: [R, D] in one of bfloat16, float16 and float32. weight: fp32 [R, 1], one number a row, or None.
+        source: int64 [R], the numbers from 0 to R - 1 in some order: row r takes weight[source[r]], and its gradient lands there. None: weight[r].
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
@@ -134,5 +160,7 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None = None)
         )
     if weight is not None and (weight.shape != (gate.shape[0], 1) or weight.dtype != torch.float32):
         raise ValueError(f"weight must be float32 [{gate.shape[0]}, 1], one number per row of gate, got {list(weight.shape)} in {weight.dtype}")
-    out: Tensor = _SwiGLU.apply(gate, up, weight, limit)
+    if source is not None and (weight is None or source.shape != gate.shape[:1] or source.dtype != torch.int64):
+        raise ValueError(f"source must be int64 [{gate.shape[0]}] and needs a weight, got {list(source.shape)} in {source.dtype}")
+    out: Tensor = _SwiGLU.apply(gate, up, weight, source, limit)
     return out

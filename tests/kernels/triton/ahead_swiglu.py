@@ -17,7 +17,7 @@ def main() -> None:
         for width, weighted in ((256, True), (3000, False)):  # routed experts, and a wide dense layer
             leaves = [torch.zeros(64, width, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
             leaves += [torch.ones(64, 1, requires_grad=True)] * weighted
-            out = swiglu(leaves[0], leaves[1], 10.0, *leaves[2:])
+            out = swiglu(leaves[0], leaves[1], 10.0, *leaves[2:], source=torch.arange(64) if weighted else None)
             torch.autograd.grad(out, leaves, torch.zeros_like(out))
     for kernel in kernels:
         print(json.dumps({"kernel": kernel.name, "stack": kernel.stack_bytes, "registers": kernel.registers}), flush=True)

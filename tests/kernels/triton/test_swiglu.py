@@ -55,6 +55,34 @@ def test_value_and_gradients(device: str, swiglu: Any, shape: tuple[int, int], w
     assert [t.dtype for t in results[0]] == [dtype, dtype, dtype] + [torch.float32] * weighted
 
 
+@pytest.mark.parametrize("shape", [(13, 24), (37, 256), (5, 3000), (0, 8)])
+def test_weights_in_another_order(device: str, swiglu: Any, shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(shape, device=device), torch.randn(shape, device=device), torch.rand(shape[0], 1, device=device)]
+    source, probe, results = torch.randperm(2 * shape[0], device=device)[::2].argsort(), torch.randn(shape, device=device), []
+    for indexed in (True, False):
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        with poisoned_outputs():
+            arguments = (leaves[2], source) if indexed else (leaves[2][source],)
+            out = swiglu(leaves[0], leaves[1], LIMIT, *arguments)
+            results.append([out, *torch.autograd.grad(out, leaves, probe)])
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("weight", "source", "message"),
+    [
+        (torch.ones(4, 1), torch.arange(3), r"source must be int64 \[4\]"),
+        (torch.ones(4, 1), torch.arange(4).int(), "int32"),
+        (None, torch.arange(4), "needs a weight"),
+    ],
+)
+def test_an_order_that_does_not_fit_is_refused(device: str, swiglu: Any, weight: Any, source: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        swiglu(torch.zeros(4, 8), torch.zeros(4, 8), LIMIT, weight, source)
+
+
 def test_strides_and_what_is_not_finite(device: str, swiglu: Any) -> None:
     both = torch.randn(6, 32, device=device)
     gate, up = both.chunk(2, 1)

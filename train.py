@@ -54,7 +54,7 @@ def train(config: ExperimentConfig, arguments: list[str], job_folder: Path | Non
     summary = report.Summary(config, run, data, initial_weights, module.decoder.backend.name, resume_step, changed)
     if trainer.is_global_zero:
         run.record(config, arguments, report.corpus_facts(data), module.decoder.backend.describe())
-        report.print_start(config, run, module, data, [*warned, *(f"changed on resume: {line}" for line in changed)])
+        report.print_start(config, run, module, data, trainer.world_size, [*warned, *(f"changed on resume: {line}" for line in changed)])
     with summary.marked_failed_on_error(trainer):
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
         if trainer.global_step % config.trainer.val_every_steps:  # the last validation did not see the final weights

@@ -103,7 +103,10 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 class StepProgress(L.Callback):
-    """A bar over optimizer steps in a terminal; one line per `every` steps elsewhere (a file, a batch job)."""
+    """A bar over optimizer steps in a terminal; one line per `every` steps elsewhere (a file, a batch job).
+
+    The bar shows the latest figures, a line those that were measured since the line before: most are not measured at every step.
+    """
 
     COLUMNS = (
         ("loss", "train/lm_loss", 3),
@@ -119,6 +122,7 @@ class StepProgress(L.Callback):
         self._task: Any = None
         self._last = -1
         self._started = 0.0
+        self._printed: dict[str, float] = {}
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self._last, self._started = trainer.global_step, time.monotonic()
@@ -151,17 +155,25 @@ class StepProgress(L.Callback):
             return
         self._last = step
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, metrics=self._metrics(trainer.callback_metrics))
+            self._bar.update(self._task, completed=step, metrics=_metrics(self._figures(trainer)))
         elif step % self.every == 0 or step == self.max_steps:
-            print(f"step {step}/{self.max_steps}  {self._metrics(trainer.callback_metrics)}  {time.monotonic() - self._started:.0f} s", flush=True)
+            figures = self._figures(trainer)
+            new = {key: value for key, value in figures.items() if self._printed.get(key) != value}
+            self._printed = figures
+            print(f"step {step}/{self.max_steps}  {_metrics(new)}  {time.monotonic() - self._started:.0f} s", flush=True)
 
     def _stop(self) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
-    def _metrics(self, metrics: Mapping[str, Any]) -> str:
-        return "  ".join(f"{label} {float(metrics[key]):.{digits}f}" for label, key, digits in self.COLUMNS if key in metrics)
+    def _figures(self, trainer: L.Trainer) -> dict[str, float]:
+        metrics = trainer.callback_metrics
+        return {key: float(metrics[key]) for _, key, _ in self.COLUMNS if key in metrics}
+
+
+def _metrics(figures: Mapping[str, float]) -> str:
+    return "  ".join(f"{label} {figures[key]:.{digits}f}" for label, key, digits in StepProgress.COLUMNS if key in figures)
 
 
 def progress(config: TrainerConfig) -> list[L.Callback]:

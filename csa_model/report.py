@@ -65,8 +65,8 @@ def corpus_facts(data: Any) -> dict[str, Any]:
     return dataclasses.asdict(data.corpus)
 
 
-def print_start(config: ExperimentConfig, run: RunDirectory, module: Any, data: Any, notes: Sequence[str]) -> None:
-    """The block before training: what trains on what, with which kernels, and where it is written."""
+def print_start(config: ExperimentConfig, run: RunDirectory, module: Any, data: Any, processes: int, notes: Sequence[str]) -> None:
+    """The block before training: what trains on what, in how many processes, with which kernels, and where it is written."""
     model, corpus = config.model, data.corpus
     parameters = sum(p.numel() for p in module.decoder.parameters())
     kinds = ["window" if r == 0 else "CSA" if r == INDEXED_RATIO else f"HCA/{r}" for r in model.compress_ratios[: model.num_hidden_layers]]
@@ -74,7 +74,7 @@ def print_start(config: ExperimentConfig, run: RunDirectory, module: Any, data: 
     rows = [
         ("model", f"{model.name}, {parameters / 1e6:.2f}M parameters, {', '.join(parts) or 'plain pre-norm blocks'}"),
         ("layers", " ".join(kinds)),
-        ("selection", f"top {'all' if model.index_topk is None else model.index_topk} compressed entries, window {model.sliding_window}"),
+        ("selection", f"{_selection(config)}, window {model.sliding_window}"),
         ("backend", f"{module.decoder.backend.name}: {_grouped(module.decoder.backend.describe())}"),
         *([("backend=auto", f"chose {module.decoder.backend.name}: {module.backend_reason}")] if module.backend_reason else []),
         *([("CUDA graph", module.graph_choice)] if device_type(config) == "cuda" or config.trainer.cuda_graph != "auto" else []),
@@ -82,13 +82,22 @@ def print_start(config: ExperimentConfig, run: RunDirectory, module: Any, data: 
         ("data", f"{corpus.name}, {corpus.documents:,} documents, {corpus.tokens:,} tokens, sha256 {corpus.sha256[:12]}"),
         (
             "rows",
-            f"{config.data.tokens_per_batch:,} tokens x {config.trainer.accumulate_grad_batches}, documents up to {config.data.sequence_length}",
+            f"{config.data.tokens_per_batch:,} tokens x {config.trainer.accumulate_grad_batches}"
+            + (f" x {processes} processes" if processes > 1 else "")
+            + f", documents up to {config.data.sequence_length}",
         ),
         ("run folder", str(run.path)),
         *([("weights", f"from {config.init_from}")] if config.init_from is not None else []),
         *(("note", note) for note in notes),
     ]
     print_table("csa-lightning", rows)
+
+
+def _selection(config: ExperimentConfig) -> str:
+    """What the layers with an indexer read of their compressed entries."""
+    if config.stage.attention == "dense" or config.model.index_topk is None:
+        return "every visible compressed entry"
+    return f"top {config.model.index_topk} compressed entries"
 
 
 def _grouped(described: Mapping[str, str]) -> str:
@@ -203,10 +212,13 @@ def closing_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     resumed = f("resumed_at") or 0
     done = (f("steps") or 0) - resumed
     memory = ("peak GPU memory", f("peak_memory_gib")) if f("peak_memory_gib") is not None else ("peak process memory", f("process_rss_gib"))
+    kl = f"{number(f('indexer_kl_full_csa'), 4)} to full_csa (a uniform guess {number(f('indexer_kl_uniform'), 4)})"
+    if f("arm") == "compressed_only":  # full_csa is the yardstick of every arm; what this one learns is its own teacher
+        kl += f", {number(f('indexer_kl_compressed_only'), 4)} to compressed_only"
     return [
         ("validation loss", f"{number(f('validation_loss'))} nats per token (unigram model {number(f('unigram_loss'))})"),
         ("bits per byte", f"{number(f('bits_per_byte'))} (unigram model {number(f('unigram_bits_per_byte'))})"),
-        ("indexer KL", f"{number(f('indexer_kl_full_csa'), 4)} to full_csa (a uniform guess {number(f('indexer_kl_uniform'), 4)})"),
+        ("indexer KL", kl),
         ("recall@k", f"{number(f('indexer_recall_at_k'))} of the full_csa teacher's own top-k"),
         ("captured mass", f"{number(f('indexer_mass_at_k'))} of the teacher lies on the selected entries"),
         ("throughput", f"{number(f('tokens_per_second'), 0)} tokens/s"),

@@ -30,8 +30,8 @@ PLAN_FILE = "staged.json"  # marks the folder of a staged run: its status and it
 def run(config: ExperimentConfig, arguments: Sequence[str], train: Train, job_folder: Path | None = None) -> dict[str, object]:
     """Run what is left of the three stages and write the report. `train` runs one configuration with the arguments that its folder records.
 
-    Returns what staged.json holds; where trainer.max_time ends a stage, the plan ends with that status. Raises ConfigError, before any work, for a stage
-    that cannot run and for a folder that may not be written to.
+    Returns what staged.json holds; where trainer.max_time ends a stage, the plan ends with that status. Raises ConfigError, before any work, for a
+    stage that cannot run and for a folder that may not be written to.
     """
     _refuse_what_the_plan_sets(arguments)
     for name in STAGES:

@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from omegaconf.errors import OmegaConfBaseException
 
-from csa_model.config import ConfigError, ExperimentConfig
-from csa_model.console import number, report
+from csa_model.config import STAGES, ConfigError, ExperimentConfig
+from csa_model.console import StepProgress, number, report
 from csa_model.plots import last_values, plot_run, read_curves
-from csa_model.report import Summary, _resumes, closing_rows, weights_sha256
+from csa_model.report import Summary, _resumes, _selection, closing_rows, weights_sha256
 from csa_model.run_dir import RunDirectory
 from kernels import BackendUnsupported
 from tests.model.helpers import plain_config
@@ -64,6 +66,36 @@ def test_figures_that_were_not_measured_read_n_a() -> None:
     assert table["peak process memory"] == "0.50 GiB"  # named for what it is
     assert "peak GPU memory" in dict(closing_rows({"peak_memory_gib": 3.0}))
     assert dict(closing_rows({"steps": 15, "resumed_at": 10, "seconds": 5.0}))["time"] == "5 steps in 5 s, 15 steps in all"
+
+
+def test_the_old_teacher_s_arm_shows_the_yardstick_and_what_it_learned() -> None:
+    facts = {"indexer_kl_full_csa": 0.01, "indexer_kl_compressed_only": 0.002, "indexer_kl_uniform": 0.02}
+    for arm, shown in (("full_csa", ""), ("compressed_only", ", 0.0020 to compressed_only")):
+        assert dict(closing_rows({"arm": arm, **facts}))["indexer KL"] == "0.0100 to full_csa (a uniform guess 0.0200)" + shown
+
+
+def test_a_stage_without_selection_does_not_announce_one() -> None:
+    config = ExperimentConfig(model=replace(plain_config(), index_topk=8))
+    assert _selection(config) == "top 8 compressed entries"
+    assert _selection(replace(config, stage=STAGES["dense"])) == "every visible compressed entry"
+    assert _selection(replace(config, model=replace(config.model, index_topk=None))) == "every visible compressed entry"
+
+
+def test_a_line_of_progress_shows_a_measurement_once(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = StepProgress(max_steps=4, every=1)
+    measured = {
+        0: {},
+        1: {"train/lm_loss": 3.0, "val/loss": 3.5},
+        2: {"train/lm_loss": 2.0, "val/loss": 3.5},
+        3: {"train/lm_loss": 1.0, "val/loss": 2.5},
+    }
+    for step, metrics in measured.items():
+        trainer = SimpleNamespace(global_step=step, is_global_zero=True, callback_metrics=metrics)
+        if step == 0:
+            progress.on_train_start(trainer, None)  # type: ignore[arg-type]
+        progress._show(trainer)  # type: ignore[arg-type]
+    lines = [line.rsplit("  ", 1)[0] for line in capsys.readouterr().out.splitlines()]
+    assert lines == ["step 1/4  loss 3.000  val 3.500", "step 2/4  loss 2.000", "step 3/4  loss 1.000  val 2.500"]
 
 
 @pytest.mark.parametrize("error", [ConfigError("key=1 is not legal"), BackendUnsupported("no GPU", "backend=unfused"), OmegaConfBaseException("bad")])

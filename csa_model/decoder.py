@@ -64,14 +64,15 @@ class Decoder(nn.Module):
                 f"{layers + config.mtp.enabled}: one per layer, then one for the MTP block"
             )
         backend.require(geometry(config, ratios, device_type or ("cuda" if torch.cuda.is_available() else "cpu"), dtype, mode or AttentionMode()))
+        self.fused = backend.row_operations()
         self.ratios = set(ratios)
         self.rotary = RotaryTables(config)
         self.captured: list[CapturedLayer] | None = None
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         nn.init.normal_(self.embed.weight, std=config.initializer_range)
         self.layers = nn.ModuleList(Block(config, backend, layer) for layer in range(layers))
-        self.hc_head = HyperHead(config, backend.row_operations()) if config.hyper_connections.enabled else None
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, backend.row_operations())
+        self.hc_head = HyperHead(config, self.fused) if config.hyper_connections.enabled else None
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, self.fused)
         self.head = Linear(config.hidden_size, config.vocab_size, config.initializer_range)
         if config.tie_word_embeddings:
             self.head.weight = self.embed.weight

@@ -70,7 +70,10 @@ def cross_entropy_sum(decoder: Decoder, hidden: Tensor, targets: Tensor, logit_e
     Args:
         hidden: [T, d]; targets: int64 [T], IGNORED where nothing is predicted.
         logit_elements: at most this many logits exist at once. More rows than that are taken in chunks whose logits the backward computes again.
+            Where the backend fuses the head with its loss, the fused form bounds them by itself.
     """
+    if decoder.fused is not None and hidden.dtype != torch.float64 and not torch.compiler.is_compiling():
+        return decoder.fused.linear_cross_entropy(hidden, decoder.head.weight, targets, IGNORED)
     rows = max(1, logit_elements // decoder.config.vocab_size)
 
     def chunk_sum(h: Tensor, t: Tensor) -> Tensor:

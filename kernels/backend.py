@@ -122,6 +122,13 @@ class RowOperations(Protocol):
         The experts are the K highest of scores + `bias` [E], or `given` int64 [T, K]; one of the two is None.
         """
 
+    def linear_cross_entropy(self, hidden: Tensor, weight: Tensor, targets: Tensor, ignored: int) -> Tensor:
+        """Sum over rows of the cross entropy of the logits hidden [T, d] @ weight [V, d].T with targets int64 [T], fp32 []; no logits are kept.
+
+        Under autocast both operands are rounded to its dtype; logits are fp32. Rows whose target is `ignored` count nothing; any other target outside
+        [0, V) makes the result NaN.
+        """
+
     def around_sublayer(
         self, streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float, norm_eps: float
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:

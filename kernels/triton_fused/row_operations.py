@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from kernels.triton_fused import compress_pool, expert_rows, hyper_maps, norm_rotate, route, stream_mix, swiglu
+from kernels.triton_fused import compress_pool, cross_entropy, expert_rows, hyper_maps, norm_rotate, route, stream_mix, swiglu
 
 
 class TritonRowOperations:
@@ -46,6 +46,10 @@ class TritonRowOperations:
     def route(self, logits: Tensor, bias: Tensor | None, given: Tensor | None, topk: int, scaling: float) -> tuple[Tensor, Tensor, Tensor]:
         """See `route.route`."""
         return route.route(logits, bias, given, topk, scaling)
+
+    def linear_cross_entropy(self, hidden: Tensor, weight: Tensor, targets: Tensor, ignored: int) -> Tensor:
+        """See `cross_entropy.linear_cross_entropy`."""
+        return cross_entropy.linear_cross_entropy(hidden, weight, targets, ignored)
 
     def around_sublayer(
         self, streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float, norm_eps: float

@@ -148,6 +148,29 @@ def test_chunked_cross_entropy_equals_whole() -> None:
         torch.testing.assert_close(chunked, whole)
 
 
+def test_a_backend_that_fuses_the_head_with_its_loss_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32 and rounded dtypes, with gradients and without; a float64 model and a compiled one take the plain path."""
+    module, asked = make_module(make_config()), []
+
+    class Fused:
+        def linear_cross_entropy(self, hidden: Tensor, weight: Tensor, targets: Tensor, ignored: int) -> Tensor:
+            asked.append((hidden.dtype, torch.is_grad_enabled()))
+            return F.cross_entropy(F.linear(hidden.float(), weight), targets, ignore_index=ignored, reduction="sum")
+
+    hidden, targets = torch.randn(20, 16), torch.randint(0, 61, (20,)).index_fill(0, torch.tensor([3, 4]), -100)
+    expected = cross_entropy_sum(module.decoder, hidden, targets)
+    module.decoder.fused = Fused()
+    torch.testing.assert_close(cross_entropy_sum(module.decoder, hidden, targets), expected)
+    with torch.no_grad():
+        cross_entropy_sum(module.decoder, hidden.bfloat16(), targets)
+    assert asked == [(torch.float32, True), (torch.bfloat16, False)]
+    cross_entropy_sum(module.decoder.double(), hidden.double(), targets)
+    module.decoder.float()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    torch.testing.assert_close(cross_entropy_sum(module.decoder, hidden, targets), expected)
+    assert len(asked) == 2
+
+
 def _reached(module: Any, loss: Tensor) -> set[str]:
     module.zero_grad()
     loss.backward()

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kernels.triton_fused.column_sum import column_sum
 from kernels.triton_fused.ops import on_device_of
 from kernels.triton_fused.requirements import DTYPES
 from kernels.triton_fused.rounding import ceil_div, power_of_two
@@ -257,10 +258,10 @@ def _forward(projected: Tensor, ape: Tensor, starts_document: Tensor, overlap: b
 
 
 def _backward(projected: Tensor, ape: Tensor, starts_document: Tensor, grad: Tensor, overlap: bool) -> tuple[Tensor, Tensor]:
-    """Gradients of the projections and, fp32, of the position bias."""
+    """Gradients of the projections and of the position bias."""
     grad_projected, entries = torch.empty_like(projected), starts_document.shape[0]
     if not entries:
-        return grad_projected, torch.zeros(ape.shape, dtype=torch.float32, device=ape.device)
+        return grad_projected, torch.zeros_like(ape)
     tiles = _tiles(ape, overlap)
     blocks, parts = ceil_div(entries, tiles["ROWS"] // tiles["LANES"]), tiles["CHUNKS"] * tiles["COLUMNS"]
     programs = max(1, min(blocks, PROGRAMS // parts, entries // ENTRIES))
@@ -268,7 +269,7 @@ def _backward(projected: Tensor, ape: Tensor, starts_document: Tensor, grad: Ten
     operands = (projected, ape, starts_document, grad.contiguous(), grad_projected, partial, entries, blocks)
     with on_device_of(projected):
         compress_pool_backward_kernel[(programs * parts,)](*operands, **tiles)
-    return grad_projected, partial.sum(0) if programs > 1 else partial[0]
+        return grad_projected, column_sum(partial, ape.dtype)
 
 
 class _CompressPool(torch.autograd.Function):
@@ -283,8 +284,7 @@ class _CompressPool(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         projected, ape, starts_document = ctx.saved_tensors
-        grad_projected, grad_ape = _backward(projected, ape, starts_document, grad, ctx.overlap)
-        return grad_projected, grad_ape.to(ape.dtype), None, None
+        return *_backward(projected, ape, starts_document, grad, ctx.overlap), None, None
 
 
 def compress_pool(projected: Tensor, ape: Tensor, starts_document: Tensor, overlap: bool) -> Tensor:

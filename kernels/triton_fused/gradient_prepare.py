@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.triton_fused.column_sum import column_sum
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -78,4 +80,4 @@ def prepare_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -
     prepare_kernel[(blocks * triton.cdiv(heads, block_h),)](
         out, grad_out, lse, sink, z_log2, delta, partial, rows, H=heads, D=dim, BLOCK_H=block_h, BLOCK_D=block_d, ROWS=per_program, num_warps=4
     )
-    return z_log2, delta, partial.sum(0)
+    return z_log2, delta, column_sum(partial)

@@ -23,7 +23,7 @@ from torch import Tensor
 from kernels.triton_fused.rounding import ceil_div
 
 STREAMS: tuple[int, ...] = (1, 2, 4, 8)
-PROGRAMS = 1024  # of the backward: each sums d_scale and d_base over its tokens, one program adds them up
+PROGRAMS = 1024  # of the backward: each sums d_scale and d_base over its tokens
 
 
 @triton.jit
@@ -134,23 +134,24 @@ def hyper_maps_backward_kernel(
     tl.store(at + R + 2 * N + cell, comb_through)
 
 
-@triton.jit
-def add_partials_kernel(PARTIAL, D_SCALE, D_BASE, programs, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr):
-    """d_base [n (2 + n)] and d_scale [3] from the sums of all programs, in a fixed order."""
+@triton.jit(do_not_specialize=["programs"])
+def add_partials_kernel(PARTIAL, D_SCALE, D_BASE, programs, N: tl.constexpr, BLOCK_P: tl.constexpr):
+    """d_base [n (2 + n)] and d_scale [3] from the sums of all programs, in a fixed order. Program (group, half): d_base of read, write or comb, or
+    their d_scale."""
     R: tl.constexpr = N * (2 + N)
-    column = tl.arange(0, BLOCK_R)
-    total, through = tl.zeros([BLOCK_P, BLOCK_R], tl.float32), tl.zeros([BLOCK_P, BLOCK_R], tl.float32)
+    group, half = tl.program_id(0), tl.program_id(1)
+    column = tl.arange(0, N * N)
+    inside = column < tl.where(group == 2, N * N, N)
+    total = tl.zeros([BLOCK_P, N * N], tl.float32)
     for first in range(0, programs, BLOCK_P):
         program = first + tl.arange(0, BLOCK_P)
-        real = (program < programs)[:, None] & (column < R)[None, :]
-        at = PARTIAL + program[:, None] * (2 * R) + column[None, :]
-        total += tl.load(at, mask=real, other=0.0)
-        through += tl.load(at + R, mask=real, other=0.0)
-    tl.store(D_BASE + column, tl.sum(total, 0), mask=column < R)
-    through = tl.sum(through, 0)
-    tl.store(D_SCALE, tl.sum(tl.where(column < N, through, 0.0), 0))
-    tl.store(D_SCALE + 1, tl.sum(tl.where((column >= N) & (column < 2 * N), through, 0.0), 0))
-    tl.store(D_SCALE + 2, tl.sum(tl.where(column >= 2 * N, through, 0.0), 0))
+        at = PARTIAL + (2 * program[:, None] + half) * R + group * N + column[None, :]
+        total += tl.load(at, mask=(program < programs)[:, None] & inside[None, :], other=0.0)
+    sums = tl.sum(total, 0)
+    if half == 0:
+        tl.store(D_BASE + group * N + column, sums, mask=inside)
+    else:
+        tl.store(D_SCALE + group, tl.sum(sums, 0))
 
 
 def _sizes(streams: int, iterations: int) -> dict[str, int]:
@@ -176,8 +177,7 @@ def maps_backward(
     programs = min(blocks, PROGRAMS)
     partial = torch.empty(programs, 2, mix.shape[1], dtype=mix.dtype, device=mix.device)
     hyper_maps_backward_kernel[(programs,)](mix, scale, base, d_read, d_write, d_comb, d_mix, partial, tokens, blocks, eps, **sizes)
-    block_r = 4 if n == 1 else 2 * n * n  # at least n (2 + n)
-    add_partials_kernel[(1,)](partial, d_scale, d_base, programs, N=n, BLOCK_P=max(1, 2048 // block_r), BLOCK_R=block_r, num_warps=8)
+    add_partials_kernel[(3, 2)](partial, d_scale, d_base, programs, N=n, BLOCK_P=min(PROGRAMS, 16384 // n**2), num_warps=8)
     return d_mix, d_scale, d_base
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels.triton_fused import hyper_maps, stream_kernels
+from kernels.triton_fused.column_sum import column_sum
 from kernels.triton_fused.ops import on_device_of
 from kernels.triton_fused.requirements import DTYPES
 from kernels.triton_fused.rounding import ceil_div, power_of_two
@@ -101,7 +102,7 @@ def _fn_backward(streams: Tensor, fn: Tensor, d_mix: Tensor, norm: Tensor) -> Te
     sizes = {"K": columns, "R": rows, "BLOCK_T": block_t, "BLOCK_K": block_k, "BLOCK_R": max(16, power_of_two(rows))}
     warps = 4 if rows <= 32 else 8
     stream_kernels.fn_backward_kernel[(blocks, shares)](streams, d_mix, norm, partial, tokens, share, WIDE=_wide(streams), **sizes, num_warps=warps)
-    return (partial.sum(0) if shares > 1 else partial[0]).to(fn.dtype)
+    return column_sum(partial, fn.dtype)
 
 
 class _Open(torch.autograd.Function):

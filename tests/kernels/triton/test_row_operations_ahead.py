@@ -15,12 +15,13 @@ import pytest
 from tests.kernels.triton.conftest import HAS_TRITON
 
 ROOT = Path(__file__).parents[3]
-# specialisations: 4 and 8 streams; queries, keys and a block's norm; the same without rotation backwards, and two rotations alone
+# specialisations: 4 and 8 streams; queries, keys and a block's norm; the same without rotation backwards, and two rotations alone; two weights
 KERNELS = {
     "hyper_maps_backward_kernel": 2,
     "add_partials_kernel": 2,
     "norm_rotate_kernel": 5,
     "norm_rotate_backward_kernel": 3,
+    "column_sum_kernel": 2,
 }
 
 

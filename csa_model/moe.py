@@ -103,7 +103,8 @@ class Gate(nn.Module):
         Per document: sum_i f_i P_i with f_i = E / (K * length) * tokens routed to i (the routing that happened, bias included) and P_i the mean of
         the scores normalised per token.
         """
-        balance_sum, load = _Balance.apply(scores, experts, row.document_index, row.document_lengths)
+        balance = self.fused.balance if self.fused is not None and not torch.compiler.is_compiling() else _Balance.apply
+        balance_sum, load = balance(scores, experts, row.document_index, row.document_lengths)
         return load[:-1].sum(0, dtype=torch.int64), balance_sum
 
 

@@ -129,6 +129,25 @@ class RowOperations(Protocol):
         [0, V) makes the result NaN.
         """
 
+    def balance(self, scores: Tensor, experts: Tensor, document: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum over documents n of sum_i f_i P_i, fp32 [] with gradient to the scores, and the load int32 [N + 1, E]: pairs per document and expert.
+
+        P_i is the mean over the document's tokens of scores fp32 [T, E] over their sum per token, f_i = E / (K * lengths[n]) * load[n, i].
+
+        Args:
+            experts: int64 [T, K]. document: int64 [T], N for padding. lengths: fp32 [N + 1], infinity at N.
+        """
+
+    def normalize_matrices(self, matrices: Tensor, out: Tensor, eps: float) -> None:
+        """out <- each of the matrices [B, n, m], contiguous, over max(its Frobenius norm, eps), rounded once to the dtype of `out`; no gradient.
+
+        Args:
+            out: [B, n, m], with rows or columns that lie together in memory: part of larger matrices, or turned.
+        """
+
+    def copy_matrices(self, matrices: Tensor, out: Tensor) -> None:
+        """out <- matrices, both as `out` of `normalize_matrices`; no gradient."""
+
     def around_sublayer(
         self, streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float, norm_eps: float
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:

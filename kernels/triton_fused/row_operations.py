@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from kernels.triton_fused import compress_pool, cross_entropy, expert_rows, hyper_maps, norm_rotate, route, stream_mix, swiglu
+from kernels.triton_fused import compress_pool, cross_entropy, expert_load, expert_rows, hyper_maps, norm_rotate, route, stream_mix, swiglu
 
 
 class TritonRowOperations:
@@ -50,6 +50,18 @@ class TritonRowOperations:
     def linear_cross_entropy(self, hidden: Tensor, weight: Tensor, targets: Tensor, ignored: int) -> Tensor:
         """See `cross_entropy.linear_cross_entropy`."""
         return cross_entropy.linear_cross_entropy(hidden, weight, targets, ignored)
+
+    def balance(self, scores: Tensor, experts: Tensor, document: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """See `expert_load.balance`."""
+        return expert_load.balance(scores, experts, document, lengths)
+
+    def normalize_matrices(self, matrices: Tensor, out: Tensor, eps: float) -> None:
+        """See `matrices.normalize_matrices`."""
+        normalize_matrices(matrices, out, eps)
+
+    def copy_matrices(self, matrices: Tensor, out: Tensor) -> None:
+        """See `matrices.copy_matrices`."""
+        copy_matrices(matrices, out)
 
     def around_sublayer(
         self, streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float, norm_eps: float

@@ -122,9 +122,11 @@ def test_rows_that_do_not_lie_together_are_taken(device: str, fused: Any) -> Non
     places = a_permutation(3, 10, device).t().contiguous().t()
     y, x, plus = torch.randn(8, 30, device=device).t(), torch.randn(3, 16, device=device)[:, ::2], torch.randn(8, 3, device=device).t()
     assert torch.equal(fused.sum_rows(y, places, plus), fused.sum_rows(y.contiguous(), places.contiguous(), plus.contiguous()))
-    leaf, steps = x.clone().requires_grad_(), y.clone()
-    grads = [torch.autograd.grad(fused.spread_rows(leaf, p)[0], leaf, g)[0] for p, g in ((places, y), (places.contiguous(), steps.contiguous()))]
-    assert torch.equal(*grads)
+    leaf = x.clone().requires_grad_()
+    given = [(places, [y, -y]), (places.contiguous(), [y.contiguous(), -y.contiguous()]), (places, [y.contiguous(), -y])]
+    for p, gradients in given:
+        assert not torch.autograd.grad(fused.spread_rows(leaf, p), leaf, gradients)[0].any()
+        assert torch.equal(torch.autograd.grad(fused.spread_rows(leaf, p)[0], leaf, gradients[0])[0], fused.sum_rows(y.contiguous(), places))
     assert torch.equal(fused.spread_rows(x, places)[0], fused.spread_rows(x.contiguous(), places.contiguous())[0])
 
 
@@ -164,6 +166,21 @@ def test_experts_agree_with_float64(device: str, fused: Any, wanted: str) -> Non
             results.append([y.detach(), *torch.autograd.grad(y, leaves, probe.to(device, dtype))])
     for ours, theirs in zip(*results, strict=True):
         assert norm_error(ours, theirs) <= 1e-6
+
+
+def test_the_gradients_of_gate_and_up_are_not_summed_beforehand(device: str, fused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernels.triton_fused import expert_rows
+
+    config, sums, original = tiny_config(moe=MoEConfig(n_routed_experts=4, moe_intermediate_size=16)), [], expert_rows._sum
+
+    def recorded(x: Tensor, also: Tensor | None, places: Tensor, plus: Tensor | None) -> Tensor:
+        sums.append((also is not None, plus is not None))
+        return original(x, also, places, plus)
+
+    monkeypatch.setattr(expert_rows, "_sum", recorded)
+    x, chosen = torch.randn(9, 24, device=device, requires_grad=True), torch.zeros(9, 2, dtype=torch.int64, device=device)
+    Experts(config, 0.5, fused).to(device)(x, chosen, torch.rand(9, 2, device=device), x).sum().backward()
+    assert sums == [(False, True), (True, False)]
 
 
 @pytest.mark.parametrize("hashed", [False, True])

@@ -44,9 +44,10 @@ def row_loss_kernel(
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(TARGETS + first + row)
     counted, valid = target != ignored, (target >= 0) & (target < V)
+    end = tl.where(counted, S, 0)  # a row that does not count is not read
     column = tl.arange(0, BLOCK)
-    # the bound S and not V lets a thread load 16 bytes at a time; what lies between the two is anything. Rows that do not count are not read
-    z = tl.load(LOGITS + row * S + column, mask=(column < S) & counted, other=0.0)
+    # the bound S and not V lets a thread load 16 bytes at a time; what lies between the two is anything
+    z = tl.load(LOGITS + row * S + column, mask=column < end, other=0.0)
     z_target = tl.load(LOGITS + row * S + target, mask=valid & counted, other=float("nan"))
     z = tl.where(column < V, z, float("-inf"))
     top = tl.max(z, 0)
@@ -67,13 +68,14 @@ def long_row_loss_kernel(
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(TARGETS + first + row)
     counted, valid = target != ignored, (target >= 0) & (target < V)
+    end = tl.where(counted, S, 0)  # a row that does not count is not read
     z_target = tl.load(LOGITS + row * S + target, mask=valid & counted, other=float("nan"))
     # each lane by itself: maximum so far, and the sum relative to it. One exponential a logit: of the lower of the two minus the higher
     top = tl.full([BLOCK], LOWEST, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, V, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        z = tl.load(LOGITS + row * S + column, mask=(column < S) & counted, other=0.0)
+        z = tl.load(LOGITS + row * S + column, mask=column < end, other=0.0)
         z = tl.where(column < V, z, float("-inf"))
         ratio = tl.exp(-tl.abs(z - top))
         total = tl.where(z > top, total * ratio + 1.0, total + ratio)
@@ -85,7 +87,7 @@ def long_row_loss_kernel(
         factor = tl.where(valid, scale / all_of_it, float("nan"))
         for i in range((V + BLOCK - 1) // BLOCK):
             column = ((V + BLOCK - 1) // BLOCK - 1 - i) * BLOCK + tl.arange(0, BLOCK)
-            z = tl.load(LOGITS + row * S + column, mask=(column < S) & counted, other=0.0)
+            z = tl.load(LOGITS + row * S + column, mask=column < end, other=0.0)
             grad = tl.exp(z - highest) * factor - tl.where(column == target, scale, 0.0)
             grad = tl.where(counted, grad, 0.0)
             tl.store(GRAD + row * S + column, grad.to(GRAD.dtype.element_ty), mask=column < S)

@@ -61,7 +61,7 @@ class TritonBackend(Backend):
             "attend_with_indexer_loss": f"teacher emitted by the attention backward (full_csa over selected entries, else the pair), {version}",
             "row operations": "PyTorch"
             if rows is None
-            else f"norms, rotation, hyper-connections of {streams} streams, pooling, router, SwiGLU: plain Triton kernels, {version}",
+            else f"norms, rotation, hyper-connections of {streams} streams, pooling, router, experts' rows, SwiGLU, head with its loss: plain Triton kernels, {version}",
         }
 
     def row_operations(self) -> RowOperations | None:

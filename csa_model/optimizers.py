@@ -17,16 +17,38 @@ import torch
 from torch import Tensor, nn
 
 from csa_model.config import OptimizerConfig
+from kernels import RowOperations
 
 # Eight steps pull every singular value near 1, two more with a contracting polynomial put it there: 1.0000 to 1.0005 for full-rank matrices.
-NEWTON_SCHULZ_COEFFICIENTS: tuple[tuple[float, float, float], ...] = ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2
+Coefficients = Sequence[tuple[float, float, float]]
+NEWTON_SCHULZ_COEFFICIENTS: Coefficients = ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2
 MUON_UPDATE_RMS = 0.18  # root mean square of one update at lr 1, that of AdamW in practice: one learning rate serves both algorithms
+NORM_FLOOR = 1e-30  # of a matrix that is divided by its Frobenius norm: what is all zero stays zero
 _ALGORITHMS = ("muon", "adamw")
 Shape = tuple[int, int]
 
 
+def _normalize(matrices: Tensor, out: Tensor, eps: float = NORM_FLOOR) -> None:
+    """out <- each matrix of a stack [B, n, m] over its Frobenius norm, rounded once to the dtype of `out`, without a copy in between."""
+    # The norm in fp32 at least: squares of small bf16 gradients would lose their low bits.
+    norm = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(matrices.dtype, torch.float32))
+    torch.div(matrices, norm.clamp(min=eps), out=out)
+
+
+def _newton_schulz(x: Tensor, coefficients: Coefficients) -> Tensor:
+    """X <- aX + b(XX^T)X + c(XX^T)^2 X for every (a, b, c) of `coefficients`, of matrices [B, n, m >= n] whose norm is at most 1."""
+    for a, b, c in coefficients:
+        # aI + bG + cG^2 as c (G + b/2c I)^2 + (a - b^2/4c) I: with beta other than 0, baddbmm would copy its input first, and this touches diagonals.
+        gram = x @ x.mT
+        gram.diagonal(dim1=-2, dim2=-1).add_(b / (2 * c))
+        polynomial = torch.baddbmm(gram, gram, gram, beta=0, alpha=c)
+        polynomial.diagonal(dim1=-2, dim2=-1).add_(a - b * b / (4 * c))
+        x = polynomial @ x
+    return x
+
+
 @torch.no_grad()
-def orthogonalize(matrices: Tensor, coefficients: Sequence[tuple[float, float, float]] = NEWTON_SCHULZ_COEFFICIENTS, eps: float = 1e-30) -> Tensor:
+def orthogonalize(matrices: Tensor, coefficients: Coefficients = NEWTON_SCHULZ_COEFFICIENTS, eps: float = NORM_FLOOR) -> Tensor:
     """Nearest semi-orthogonal matrix of each matrix of a stack, by Newton-Schulz iterations; not differentiable.
 
     Args:
@@ -36,16 +58,9 @@ def orthogonalize(matrices: Tensor, coefficients: Sequence[tuple[float, float, f
     """
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
-    # The norm in fp32 at least: squares of small bf16 gradients would lose their low bits.
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
-    x = torch.div(x, norm.clamp(min=eps), out=torch.empty_like(x))  # rounded once, without a copy in fp32
-    for a, b, c in coefficients:
-        # aI + bG + cG^2 as c (G + b/2c I)^2 + (a - b^2/4c) I: with beta other than 0, baddbmm would copy its input first, and this touches diagonals.
-        gram = x @ x.mT
-        gram.diagonal(dim1=-2, dim2=-1).add_(b / (2 * c))
-        polynomial = torch.baddbmm(gram, gram, gram, beta=0, alpha=c)
-        polynomial.diagonal(dim1=-2, dim2=-1).add_(a - b * b / (4 * c))
-        x = polynomial @ x
+    out = torch.empty_like(x)
+    _normalize(x, out, eps)
+    x = _newton_schulz(out, coefficients)
     return x.mT if tall else x
 
 
@@ -126,7 +141,7 @@ class MuonAdamW(torch.optim.Optimizer):
     and `eps`. A Muon parameter is a matrix [n, m], a stack [E, n, m] of which every matrix is orthogonalised by itself, or a matrix that holds
     `matrices[i]` equal blocks of rows, orthogonalised one by one (the grouped output projection: its groups read different inputs). Matrices of one
     shape, of whatever parameter, are iterated as one batch, in bfloat16 on CUDA and in the parameter's dtype elsewhere; on CUDA small ones join a
-    batch of larger ones.
+    batch of larger ones. `fused`: a backend's form of the passes around the iteration.
 
     Raises ValueError for an unknown algorithm, a Muon parameter that is no matrix, a parameter that is not contiguous, a sharded parameter
     (orthogonalisation needs whole matrices), or `update_rms` that is not positive.
@@ -137,14 +152,16 @@ class MuonAdamW(torch.optim.Optimizer):
         params: Iterable[dict[str, Any]],
         *,
         update_rms: float = MUON_UPDATE_RMS,
-        coefficients: Sequence[tuple[float, float, float]] = NEWTON_SCHULZ_COEFFICIENTS,
+        coefficients: Coefficients = NEWTON_SCHULZ_COEFFICIENTS,
         newton_schulz_dtype: torch.dtype | None = None,
+        fused: RowOperations | None = None,
     ) -> None:
         if not update_rms > 0:
             raise ValueError(f"update_rms={update_rms} is not legal; it must be above 0")
         self.update_rms = update_rms
         self.coefficients = tuple(coefficients)
         self.newton_schulz_dtype = newton_schulz_dtype
+        self.fused = fused
         defaults = {"lr": 1e-3, "weight_decay": 0.0, "momentum": 0.95, "betas": (0.9, 0.95), "eps": 1e-20, "matrices": None}
         super().__init__(params, defaults)
 
@@ -195,19 +212,45 @@ class MuonAdamW(torch.optim.Optimizer):
                 places[p.device, p.dtype][shape].append(_Member(p, group, matrices))
         for (device, dtype), of_shape in places.items():
             counts = {shape: sum(member.matrices for member in members) for shape, members in of_shape.items()}
-            # The updates of one shape lie one after the other, so that one launch packs them into a batch and another unpacks them.
-            sizes = [counts[shape] * math.prod(shape) for shape in counts]
-            blocks = torch.zeros(sum(sizes), dtype=dtype, device=device).split(sizes)
-            updates = {shape: block.view(counts[shape], *shape) for shape, block in zip(counts, blocks, strict=True)}
-            parts = {shape: _parts(updates[shape], members) for shape, members in of_shape.items()}
-            self._gather_momentum([pair for shape, members in of_shape.items() for pair in zip(members, parts[shape], strict=True)])
-            work = self.newton_schulz_dtype or (torch.bfloat16 if device.type == "cuda" else dtype)
             together = batches(counts, padded_elements(device))
             # the longest first: the host launches the others while the device is at it
-            for size in sorted(together, key=lambda s: -s[0] * math.prod(s) * sum(counts[shape] for shape in together[s])):
-                _orthogonalize_together(size, {shape: updates[shape] for shape in together[size]}, work, self.coefficients)
-            for shape, members in of_shape.items():
-                self._apply(shape, members, parts[shape])
+            order = sorted(together, key=lambda s: -s[0] * math.prod(s) * sum(counts[shape] for shape in together[s]))
+            work = self.newton_schulz_dtype or (torch.bfloat16 if device.type == "cuda" else dtype)
+            if self.fused is None:
+                self._update(of_shape, {size: together[size] for size in order}, work)
+                continue
+            for size in order:
+                self._update_fused(self.fused, size, {shape: of_shape[shape] for shape in together[size]}, work)
+
+    def _update(self, of_shape: Mapping[Shape, list[_Member]], together: Mapping[Shape, list[Shape]], work: torch.dtype) -> None:
+        """One update of the parameters of one device and dtype, iterated in batches `together`."""
+        # The updates of one shape lie one after the other, so that one launch packs them into a batch and another unpacks them.
+        counts = {shape: sum(member.matrices for member in members) for shape, members in of_shape.items()}
+        like = next(iter(of_shape.values()))[0].parameter
+        sizes = [counts[shape] * math.prod(shape) for shape in counts]
+        blocks = torch.zeros(sum(sizes), dtype=like.dtype, device=like.device).split(sizes)
+        updates = {shape: block.view(counts[shape], *shape) for shape, block in zip(counts, blocks, strict=True)}
+        parts = {shape: _parts(updates[shape], members) for shape, members in of_shape.items()}
+        self._gather_momentum([pair for shape, members in of_shape.items() for pair in zip(members, parts[shape], strict=True)])
+        for size, shapes in together.items():
+            _orthogonalize_together(size, {shape: updates[shape] for shape in shapes}, work, self.coefficients)
+        self._apply([(max(shape), *pair) for shape, members in of_shape.items() for pair in zip(members, parts[shape], strict=True)])
+
+    def _update_fused(self, fused: RowOperations, size: Shape, of_shape: Mapping[Shape, list[_Member]], work: torch.dtype) -> None:
+        """The same of parameters whose matrices make one batch of `size`; their updates exist in the batch alone."""
+        alike: dict[tuple[Shape, float, float, float], list[_Member]] = defaultdict(list)
+        for shape, members in of_shape.items():
+            for member in members:
+                alike[shape, member.group["momentum"], member.group["lr"], member.group["weight_decay"]].append(member)
+        counts = [sum(member.matrices for member in members) for members in alike.values()]
+        batch = _batch(size, of_shape, sum(counts), work, next(iter(alike.values()))[0].parameter.device)
+        for ((shape, momentum, *_), members), slot in zip(alike.items(), batch.split(counts), strict=True):
+            params = [member.parameter for member in members]
+            buffers = [self.state[p]["momentum_buffer"] for p in params]
+            fused.gather_momentum(_stacks(_gradients(params), shape), _stacks(buffers, shape), momentum, _corner(slot, shape), NORM_FLOOR)
+        for ((shape, _, lr, decay), members), slot in zip(alike.items(), _newton_schulz(batch, self.coefficients).split(counts), strict=True):
+            params = [member.parameter for member in members]
+            fused.decay_and_add(_stacks(params, shape), _corner(slot, shape), lr * decay, lr * self.update_rms * math.sqrt(max(shape)))
 
     def _gather_momentum(self, pairs: list[tuple[_Member, Tensor]]) -> None:
         """Momentum and updates of parameters of one device and dtype, each with its update, which is zero before."""
@@ -216,16 +259,14 @@ class MuonAdamW(torch.optim.Optimizer):
             params = [p for p, _ in chosen]
             _nesterov([update for _, update in chosen], _gradients(params), [self.state[p]["momentum_buffer"] for p in params], momentum)
 
-    def _apply(self, shape: Shape, members: list[_Member], updates: list[Tensor]) -> None:
-        """Decay and orthogonalised update of the parameters whose matrices have one shape."""
-        rms = self.update_rms * math.sqrt(max(shape))
-        for lr, decay in {(member.group["lr"], member.group["weight_decay"]) for member in members}:
-            chosen = [
-                (member.parameter, update)
-                for member, update in zip(members, updates, strict=True)
-                if (member.group["lr"], member.group["weight_decay"]) == (lr, decay)
-            ]
-            _decay_and_add([p for p, _ in chosen], [update for _, update in chosen], decay / rms, lr * rms)
+    def _apply(self, updates: list[tuple[int, _Member, Tensor]]) -> None:
+        """Decay and orthogonalised updates of parameters of one device and dtype, each with the longer side of its matrices."""
+        alike: dict[tuple[int, float, float], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        for longest, member, update in updates:
+            alike[longest, member.group["lr"], member.group["weight_decay"]].append((member.parameter, update))
+        for (longest, lr, decay), pairs in alike.items():
+            rms = self.update_rms * math.sqrt(longest)
+            _decay_and_add([p for p, _ in pairs], [update for _, update in pairs], decay / rms, lr * rms)
 
     def _step_adamw(self, group: dict[str, Any]) -> None:
         alike: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = defaultdict(list)
@@ -252,17 +293,24 @@ def _parts(updates: Tensor, members: list[_Member]) -> list[Tensor]:
     return [part.view_as(member.parameter) for part, member in zip(parts, members, strict=True)]
 
 
-def _orthogonalize_together(
-    size: Shape, updates: Mapping[Shape, Tensor], work: torch.dtype, coefficients: Sequence[tuple[float, float, float]]
-) -> None:
+def _stacks(tensors: Iterable[Tensor], shape: Shape) -> list[Tensor]:
+    """Every tensor as a stack of matrices of `shape`."""
+    return [t.view(-1, *shape) for t in tensors]
+
+
+def _batch(size: Shape, shapes: Iterable[Shape], count: int, work: torch.dtype, device: torch.device) -> Tensor:
+    """[count, *size] for matrices of `shapes` in its corners, zeros where one is smaller."""
+    padded = any(sorted(shape) != list(size) for shape in shapes)
+    return (torch.zeros if padded else torch.empty)(count, *size, dtype=work, device=device)
+
+
+def _orthogonalize_together(size: Shape, updates: Mapping[Shape, Tensor], work: torch.dtype, coefficients: Coefficients) -> None:
     """One orthogonalisation, in place, of stacks `updates` [k, n, m] of several shapes, each matrix in the corner of one of `size`."""
     counts = [len(stack) for stack in updates.values()]
-    device = next(iter(updates.values())).device
-    padded = any(sorted(shape) != list(size) for shape in updates)
-    batch = (torch.zeros if padded else torch.empty)(sum(counts), *size, dtype=work, device=device)
+    batch = _batch(size, updates, sum(counts), work, next(iter(updates.values())).device)
     for (shape, stack), slot in zip(updates.items(), batch.split(counts), strict=True):
-        _corner(slot, shape).copy_(stack)
-    for (shape, stack), slot in zip(updates.items(), orthogonalize(batch, coefficients).split(counts), strict=True):
+        _normalize(stack, _corner(slot, shape))
+    for (shape, stack), slot in zip(updates.items(), _newton_schulz(batch, coefficients).split(counts), strict=True):
         stack.copy_(_corner(slot, shape))
 
 
@@ -318,4 +366,4 @@ def build_optimizer(decoder: nn.Module, config: OptimizerConfig) -> MuonAdamW:
     groups = parameter_groups(decoder, config)
     if not groups:
         raise ValueError("every parameter is frozen: nothing to optimise; a stage with train_only_indexer needs teacher=full_csa or compressed_only")
-    return MuonAdamW(groups)
+    return MuonAdamW(groups, fused=decoder.fused)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -138,15 +138,16 @@ class RowOperations(Protocol):
             experts: int64 [T, K]. document: int64 [T], N for padding. lengths: fp32 [N + 1], infinity at N.
         """
 
-    def normalize_matrices(self, matrices: Tensor, out: Tensor, eps: float) -> None:
-        """out <- each of the matrices [B, n, m], contiguous, over max(its Frobenius norm, eps), rounded once to the dtype of `out`; no gradient.
+    def gather_momentum(self, grads: Sequence[Tensor], buffers: Sequence[Tensor], momentum: float, out: Tensor, eps: float) -> None:
+        """buffers <- momentum * buffers + grads, then out <- each matrix of grads + momentum * buffers over max(its Frobenius norm, eps).
 
         Args:
+            grads, buffers: contiguous stacks [k, n, m] of one dtype, together as many matrices as `out` has.
             out: [B, n, m], with rows or columns that lie together in memory: part of larger matrices, or turned.
         """
 
-    def copy_matrices(self, matrices: Tensor, out: Tensor) -> None:
-        """out <- matrices, both as `out` of `normalize_matrices`; no gradient."""
+    def decay_and_add(self, params: Sequence[Tensor], updates: Tensor, decay: float, scale: float) -> None:
+        """params <- params - (decay * params + scale * updates), of params as the grads and updates as the `out` of `gather_momentum`."""
 
     def around_sublayer(
         self, streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float, norm_eps: float

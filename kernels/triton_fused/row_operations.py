@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from kernels.triton_fused import compress_pool, cross_entropy, expert_load, expert_rows, hyper_maps, norm_rotate, route, stream_mix, swiglu
+from kernels.triton_fused import compress_pool, cross_entropy, expert_load, expert_rows, hyper_maps, matrices, norm_rotate, route, stream_mix, swiglu
 
 
 class TritonRowOperations:
@@ -55,13 +55,13 @@ class TritonRowOperations:
         """See `expert_load.balance`."""
         return expert_load.balance(scores, experts, document, lengths)
 
-    def normalize_matrices(self, matrices: Tensor, out: Tensor, eps: float) -> None:
-        """See `matrices.normalize_matrices`."""
-        normalize_matrices(matrices, out, eps)
+    def gather_momentum(self, grads: Sequence[Tensor], buffers: Sequence[Tensor], momentum: float, out: Tensor, eps: float) -> None:
+        """See `matrices.gather_momentum`."""
+        matrices.gather_momentum(grads, buffers, momentum, out, eps)
 
-    def copy_matrices(self, matrices: Tensor, out: Tensor) -> None:
-        """See `matrices.copy_matrices`."""
-        copy_matrices(matrices, out)
+    def decay_and_add(self, params: Sequence[Tensor], updates: Tensor, decay: float, scale: float) -> None:
+        """See `matrices.decay_and_add`."""
+        matrices.decay_and_add(params, updates, decay, scale)
 
     def around_sublayer(
         self, streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float, norm_eps: float

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What surrounds an iteration on many matrices of one shape, in few passes over memory: momentum, unit norm and change of dtype on the way into one
+batch, decay and update of the parameters on the way back. Both turn what the batch holds turned.
+
+    buffer <- momentum * buffer + grad        u = grad + momentum * buffer        out <- u / max(|u|, eps)
+    param  <- param - (decay * param + scale * update)
+
+The matrices lie in many tensors. A kernel finds them by a table of their addresses, so one launch serves all of a shape.
+
+Legend: B matrices of n rows and m columns, in tensors of k each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.triton_fused.ops import on_device_of
+from kernels.triton_fused.requirements import DTYPES
+from kernels.triton_fused.rounding import ceil_div
+
+TILE = 64  # rows and columns of a program
+SUMS = 256  # sums of squares that a program reads at once: those of a matrix of a million elements
+
+
+@triton.jit
+def _place(rows, columns, TILE: tl.constexpr):
+    """Matrix, rows [TILE, 1] and columns [1, TILE] of a program, and which of them there are."""
+    across = tl.cdiv(columns, TILE)
+    tiles = tl.cdiv(rows, TILE) * across
+    tile = tl.program_id(0) % tiles
+    row = (tile // across * TILE + tl.arange(0, TILE))[:, None]
+    column = (tile % across * TILE + tl.arange(0, TILE))[None, :]
+    return (tl.program_id(0) // tiles).to(tl.int64), row, column, (row < rows) & (column < columns)
+
+
+@triton.jit
+def _address(TABLE, matrix, LIKE, ALIGNED: tl.constexpr):
+    """Pointer to the first element of a matrix of the dtype of LIKE."""
+    at = tl.load(TABLE + matrix).to(tl.pointer_type(LIKE.dtype.element_ty))
+    return tl.multiple_of(at, 16) if ALIGNED else at
+
+
+@triton.jit
+def momentum_kernel(
+    GRADS, BUFFERS, LIKE, OUT, SQUARES, momentum, rows, columns, to_matrix, to_row, to_column, ALIGNED: tl.constexpr, TILE: tl.constexpr
+):
+    """Buffers, and `out` before the division. SQUARES [B * tiles]: sums of squares of the tiles. Program: (matrix, tile of rows, of columns).
+
+    GRADS and BUFFERS are tables. to_*: strides of OUT; the one along rows or columns is 1, which Triton knows.
+    """
+    matrix, row, column, real = _place(rows, columns, TILE)
+    offset = row * columns + column
+    grad = tl.load(_address(GRADS, matrix, LIKE, ALIGNED) + offset, mask=real, other=0.0).to(tl.float32)
+    at = _address(BUFFERS, matrix, LIKE, ALIGNED) + offset
+    buffer = momentum * tl.load(at, mask=real, other=0.0).to(tl.float32) + grad
+    tl.store(at, buffer.to(LIKE.dtype.element_ty), mask=real)
+    update = grad + momentum * buffer
+    tl.store(OUT + matrix * to_matrix + row * to_row + column * to_column, update.to(OUT.dtype.element_ty), mask=real)
+    tl.store(SQUARES + tl.program_id(0), tl.sum(tl.sum(update * update, 1), 0))
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def divide_kernel(OUT, SQUARES, tiles, eps, rows, columns, to_matrix, to_row, to_column, SUMS: tl.constexpr, TILE: tl.constexpr):
+    """OUT over the norms of its matrices, in place. Programs as for `momentum_kernel`."""
+    matrix, row, column, real = _place(rows, columns, TILE)
+    at = OUT + matrix * to_matrix + row * to_row + column * to_column
+    x = tl.load(at, mask=real, other=0.0).to(tl.float32)
+    squares = tl.zeros([SUMS], tl.float32)
+    for first in range(0, tiles, SUMS):
+        tile = first + tl.arange(0, SUMS)
+        squares += tl.load(SQUARES + matrix * tiles + tile, mask=tile < tiles, other=0.0)
+    x = x / tl.maximum(tl.sqrt(tl.sum(squares, 0)), eps)
+    tl.store(at, x.to(OUT.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def decay_and_add_kernel(
+    PARAMS, LIKE, UPDATES, decay, scale, rows, columns, from_matrix, from_row, from_column, ALIGNED: tl.constexpr, TILE: tl.constexpr
+):
+    """PARAMS is a table; from_*: strides of UPDATES. Programs as for `momentum_kernel`."""
+    matrix, row, column, real = _place(rows, columns, TILE)
+    update = tl.load(UPDATES + matrix * from_matrix + row * from_row + column * from_column, mask=real, other=0.0).to(tl.float32)
+    at = _address(PARAMS, matrix, LIKE, ALIGNED) + (row * columns + column)
+    param = tl.load(at, mask=real, other=0.0).to(tl.float32)
+    tl.store(at, (param - (decay * param + scale * update)).to(LIKE.dtype.element_ty), mask=real)
+
+
+@lru_cache(maxsize=256)  # parameters and momentum stay where they are, the gradients of a CUDA graph too
+def _table(places: tuple[tuple[int, int], ...], size: int, device: torch.device) -> Tensor:
+    """Addresses int64 [B] of matrices of `size` bytes each, of tensors (address, number of matrices)."""
+    addresses = [first + i * size for first, count in places for i in range(count)]
+    return torch.tensor(addresses, dtype=torch.int64).to(device, non_blocking=True)  # the host waits for nothing
+
+
+def _tables(*lists: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
+    """The tables of lists of tensors [k, n, m], and whether all matrices begin at multiples of 16 bytes."""
+    size = lists[0][0].stride(0) * lists[0][0].element_size()
+    places = [tuple((t.data_ptr(), len(t)) for t in tensors) for tensors in lists]
+    aligned = size % 16 == 0 and all(address % 16 == 0 for place in places for address, _ in place)
+    return [_table(place, size, lists[0][0].device) for place in places], aligned
+
+
+def _check(batch: Tensor, *lists: Sequence[Tensor]) -> None:
+    shape, dtype = batch.shape[1:], lists[0][0].dtype
+    if batch.dim() != 3 or not {dtype, batch.dtype} <= set(DTYPES) or (1 not in batch.stride()[1:] and shape.numel() > 1):
+        legal = ", ".join(map(str, DTYPES))
+        raise ValueError(
+            f"a batch must be [B, n, m] whose rows or columns lie together, its matrices and it in {legal}, got {list(batch.shape)} with strides "
+            f"{batch.stride()} in {batch.dtype}, and {dtype}"
+        )
+    for tensors in lists:
+        if any(t.shape[1:] != shape or t.dtype != dtype or not t.is_contiguous() for t in tensors) or sum(map(len, tensors)) != len(batch):
+            got = ", ".join(f"{list(t.shape)} with strides {t.stride()} in {t.dtype}" for t in tensors)
+            raise ValueError(f"{len(batch)} contiguous matrices {list(shape)} of one dtype are needed, got {got}")
+
+
+def gather_momentum(grads: Sequence[Tensor], buffers: Sequence[Tensor], momentum: float, out: Tensor, eps: float) -> None:
+    """buffers <- momentum * buffers + grads, then out <- each matrix of grads + momentum * buffers over max(its Frobenius norm, eps).
+
+    Args:
+        grads, buffers: tensors [k, n, m], contiguous, in one of bfloat16, float16 and float32; as many matrices as `out` has.
+        out: [B, n, m] in one of these dtypes, with rows or columns that lie together: part of larger matrices, or turned.
+
+    Raises:
+        ValueError: shapes, dtypes or strides that do not fit.
+    """
+    _check(out, grads, buffers)
+    if not out.numel():
+        return
+    count, rows, columns = out.shape
+    tiles = ceil_div(rows, TILE) * ceil_div(columns, TILE)
+    squares = torch.empty(count * tiles, dtype=torch.float32, device=out.device)
+    (grad_table, buffer_table), aligned = _tables(grads, buffers)
+    where = (rows, columns, *out.stride())
+    with on_device_of(out):
+        operands = (grad_table, buffer_table, grads[0], out, squares, float(momentum), *where)
+        momentum_kernel[(count * tiles,)](*operands, ALIGNED=aligned, TILE=TILE, num_warps=4)
+        divide_kernel[(count * tiles,)](out, squares, tiles, eps, *where, SUMS=SUMS, TILE=TILE, num_warps=4)
+
+
+def decay_and_add(params: Sequence[Tensor], updates: Tensor, decay: float, scale: float) -> None:
+    """params <- params - (decay * params + scale * updates).
+
+    Args:
+        params: tensors [k, n, m] as the `grads` of `gather_momentum`. updates: [B, n, m] as its `out`.
+
+    Raises:
+        ValueError: shapes, dtypes or strides that do not fit.
+    """
+    _check(updates, params)
+    if not updates.numel():
+        return
+    count, rows, columns = updates.shape
+    (table,), aligned = _tables(params)
+    operands = (table, params[0], updates, float(decay), float(scale), rows, columns, *updates.stride())
+    with on_device_of(updates):
+        decay_and_add_kernel[(count * ceil_div(rows, TILE) * ceil_div(columns, TILE),)](*operands, ALIGNED=aligned, TILE=TILE, num_warps=4)

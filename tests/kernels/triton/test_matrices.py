@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The passes around the iteration of the optimizer against float64, within the optimizer, and compiled ahead of time for sm_90."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.csa_gate_checks import norm_error, poisoned_outputs
+from csa_model.optimizers import MuonAdamW
+from tests.kernels.triton.conftest import HAS_TRITON
+
+ROOT = Path(__file__).parents[3]
+SHAPES = [(5, 7), (7, 5), (1, 17), (17, 1), (70, 130), (130, 70), (24, 200), (64, 64)]
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 1e-2}  # the interpreter cuts off where hardware rounds to bfloat16
+
+
+@pytest.fixture
+def matrices(device: str) -> ModuleType:
+    from kernels.triton_fused import matrices
+
+    return matrices
+
+
+def _stacks(device: str, shape: tuple[int, int], dtype: torch.dtype, seed: int, first: int = 0) -> list[Tensor]:
+    """Stacks of 2, 1 and 3 matrices, `first` elements behind the beginning of memory, NaN around each."""
+    generator = torch.Generator().manual_seed(seed)
+    stacks = []
+    for count in (2, 1, 3):
+        size = count * shape[0] * shape[1]
+        memory = torch.full((first + size + 8192,), float("nan"), dtype=dtype, device=device)
+        memory[first : first + size] = torch.randn(size, generator=generator).to(device, dtype)
+        stacks.append(memory[first : first + size].view(count, *shape))
+    return stacks
+
+
+def _corner(device: str, shape: tuple[int, int], dtype: torch.dtype, margin: int) -> tuple[Tensor, Tensor]:
+    """A batch full of 7 of wide matrices, and the part of it that holds six of `shape`."""
+    batch = torch.full((6, min(shape) + margin, max(shape) + margin), 7.0, dtype=dtype, device=device)
+    corner = batch[:, : min(shape), : max(shape)]
+    return batch, corner.mT if shape[0] > shape[1] else corner
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("work", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("margin", "first"), [(0, 0), (3, 1)])
+def test_momentum_and_unit_norm(
+    device: str, matrices: ModuleType, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], work: torch.dtype, margin: int, first: int
+) -> None:
+    monkeypatch.setattr(matrices, "SUMS", 4)
+    grads, buffers = (_stacks(device, shape, torch.float32, seed, first) for seed in (1, 2))
+    grads[2][1], buffers[2][1] = 0, 0  # an expert without tokens
+    given, before = (torch.cat(stacks).double() for stacks in (grads, buffers))
+    batch, out = _corner(device, shape, work, margin)
+    with poisoned_outputs():
+        matrices.gather_momentum(grads, buffers, 0.9, out, 1e-30)
+    expected = given + 0.9 * before
+    torch.testing.assert_close(torch.cat(buffers).double(), 0.9 * before + given, rtol=1e-6, atol=1e-6)
+    update = given + 0.9 * (0.9 * before + given)
+    expected = update / update.square().sum((1, 2), keepdim=True).sqrt().clamp(min=1e-30)
+    for ours, theirs in zip(out, expected, strict=True):
+        assert (ours.double() - theirs).norm() <= TOLERANCE[work] * theirs.norm()
+    assert torch.equal(torch.cat(grads).double(), given)
+    out.fill_(7)
+    assert (batch == 7).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("work", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("margin", "first"), [(0, 0), (3, 1)])
+def test_decay_and_update(device: str, matrices: ModuleType, shape: tuple[int, int], work: torch.dtype, margin: int, first: int) -> None:
+    params = _stacks(device, shape, torch.float32, 3, first)
+    before = torch.cat(params).double()
+    _, updates = _corner(device, shape, work, margin)
+    updates.copy_(torch.randn(6, *shape, generator=torch.Generator().manual_seed(4)).to(device))
+    matrices.decay_and_add(params, updates, 0.25, 0.5)
+    torch.testing.assert_close(torch.cat(params).double(), 0.75 * before - 0.5 * updates.double(), rtol=1e-6, atol=1e-6)
+    kept = torch.cat(params)
+    matrices.decay_and_add(params, updates, 0.0, 0.0)
+    assert torch.equal(torch.cat(params), kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_parameters_in_half_precision(device: str, matrices: ModuleType, dtype: torch.dtype) -> None:
+    grads, buffers, params = (_stacks(device, (20, 36), dtype, seed) for seed in (1, 2, 3))
+    update = torch.cat(grads).double() + 0.9 * (0.9 * torch.cat(buffers).double() + torch.cat(grads).double())
+    before = torch.cat(params).double()
+    _, out = _corner(device, (20, 36), torch.float32, 0)
+    matrices.gather_momentum(grads, buffers, 0.9, out, 1e-30)
+    expected = update / update.square().sum((1, 2), keepdim=True).sqrt()
+    assert norm_error(out, expected) <= 1e-6
+    matrices.decay_and_add(params, out, 0.25, 5.0)
+    assert norm_error(torch.cat(params), 0.75 * before - 5 * expected) <= TOLERANCE[dtype]
+
+
+def test_nothing_to_do(device: str, matrices: ModuleType) -> None:
+    nothing = [torch.empty(0, 3, 5, device=device)]
+    matrices.gather_momentum(nothing, nothing, 0.9, torch.empty(0, 3, 5, device=device), 1e-30)
+    matrices.decay_and_add(nothing, torch.empty(0, 3, 5, device=device), 0.1, 0.1)
+
+
+def test_refuses_what_does_not_fit(device: str, matrices: ModuleType) -> None:
+    def stack(*shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        return [torch.zeros(shape, device=device, dtype=dtype)]
+
+    (out,) = stack(2, 4, 6)
+    for grads, buffers in (
+        (stack(1, 4, 6), stack(2, 4, 6)),
+        (stack(2, 4, 6), stack(2, 6, 4)),
+        (stack(2, 4, 6), stack(2, 4, 6, dtype=torch.bfloat16)),
+        (stack(2, 4, 6), [stack(2, 6, 4)[0].mT]),
+    ):
+        with pytest.raises(ValueError, match="2 contiguous matrices"):
+            matrices.gather_momentum(grads, buffers, 0.9, out, 1e-30)
+    with pytest.raises(ValueError, match="rows or columns lie together"):
+        matrices.decay_and_add(stack(2, 4, 6), torch.zeros(2, 8, 12, device=device)[:, ::2, ::2], 0.1, 0.1)
+    with pytest.raises(ValueError, match="float64"):
+        matrices.decay_and_add(stack(2, 4, 6, dtype=torch.float64), out, 0.1, 0.1)
+
+
+def _optimizer(device: str, fused: Any, work: torch.dtype) -> tuple[list[nn.Parameter], MuonAdamW]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(16, 24), (24, 16), (4, 16, 24), (3, 24, 16), (32, 24), (5, 7), (2, 16, 24), (24,)]
+    params = [nn.Parameter(torch.randn(shape, generator=generator).to(device)) for shape in shapes]
+    groups = [
+        {"name": "a", "algorithm": "muon", "params": params[:5], "matrices": [1, 1, 1, 1, 2], "lr": 0.1, "weight_decay": 0.1},
+        {"name": "b", "algorithm": "muon", "params": params[5:7], "lr": 0.3, "momentum": 0.0},
+        {"name": "c", "algorithm": "adamw", "params": params[7:], "lr": 0.1},
+    ]
+    return params, MuonAdamW(groups, newton_schulz_dtype=work, fused=fused)
+
+
+@pytest.mark.parametrize(("work", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize("limit", [0, 10**6])
+def test_an_optimizer_with_them_makes_the_same_steps(
+    device: str, matrices: ModuleType, monkeypatch: pytest.MonkeyPatch, work: torch.dtype, tolerance: float, limit: int
+) -> None:
+    from csa_model import optimizers
+    from kernels.triton_fused.row_operations import TritonRowOperations
+
+    monkeypatch.setattr(optimizers, "padded_elements", lambda device: limit)
+    results = []
+    for fused in (None, TritonRowOperations()):
+        params, optimizer = _optimizer(device, fused, work)
+        start = [p.detach().clone() for p in params]
+        for step in range(3):
+            generator = torch.Generator().manual_seed(10 + step)
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=generator).to(device)
+            params[0].grad = params[0].grad.mT.contiguous().mT
+            params[2].grad[1] = 0
+            if step == 1:
+                params[3].grad = None
+            given = [None if p.grad is None else p.grad.clone() for p in params]
+            optimizer.step()
+            assert all(p.grad is g or torch.equal(p.grad, g) for p, g in zip(params, given, strict=True))
+        moved = [p.detach() - before for p, before in zip(params, start, strict=True)]
+        results.append(moved + [optimizer.state[p]["momentum_buffer"] for p in params[:7]])
+    for plain, ours in zip(*results, strict=True):
+        assert norm_error(ours, plain) <= tolerance
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+def test_ahead_of_time_nothing_spills_and_every_access_has_16_bytes() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.triton.ahead_matrices"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-4000:]
+    compiled = [json.loads(line) for line in result.stdout.splitlines()]
+    assert Counter(r["kernel"] for r in compiled) == dict.fromkeys(("momentum_kernel", "divide_kernel", "decay_and_add_kernel"), 8)
+    elements = 64 * 64 // 128  # of a thread
+    for r in compiled:
+        assert r["stack"] == 0, r
+        batch = elements // (8 if "bfloat16" in r["work"] else 4)
+        loads = {"momentum_kernel": 2 * elements // 4, "divide_kernel": batch, "decay_and_add_kernel": elements // 4 + batch}
+        stores = {"momentum_kernel": elements // 4 + batch, "divide_kernel": batch, "decay_and_add_kernel": elements // 4}
+        assert r["wide"] == loads[r["kernel"]], r
+        assert r["wide stores"] == stores[r["kernel"]], r
+        assert r["stores"] == stores[r["kernel"]] + (r["kernel"] == "momentum_kernel"), r  # and the sum of squares

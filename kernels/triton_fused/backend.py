@@ -54,14 +54,13 @@ class TritonBackend(Backend):
         device = "cuda" if torch.cuda.is_available() and not requirements.interpreted() else "cpu"
         attention = implementation(torch.empty(0, geometry.heads, geometry.head_dim, dtype=geometry.dtype, device=device))
         rows, streams = self.row_operations(), ", ".join(map(str, TritonRowOperations.streams))
+        fused = f"norms, rotation, hyper-connections of {streams} streams, pooling, router, experts' rows, SwiGLU, head with its loss"
         return {
             "select": f"chunked index scores and exact top-k, plain Triton kernels, {version}",
             "attend": f"{attention}, {version}",
             "indexer_loss": f"log-space teacher, plain Triton kernels, {version}",
             "attend_with_indexer_loss": f"teacher emitted by the attention backward (full_csa over selected entries, else the pair), {version}",
-            "row operations": "PyTorch"
-            if rows is None
-            else f"norms, rotation, hyper-connections of {streams} streams, pooling, router, experts' rows, SwiGLU, head with its loss: plain Triton kernels, {version}",
+            "row operations": "PyTorch" if rows is None else f"{fused}: plain Triton kernels, {version}",
         }
 
     def row_operations(self) -> RowOperations | None:

@@ -76,7 +76,8 @@ class IndexerStats:
 
 
 class RowOperations(Protocol):
-    """What a backend fuses of the work on single rows around the attention; csa_model holds the plain counterparts."""
+    """What a backend fuses of the work on single rows around the attention, and of the optimizer's on whole matrices; csa_model holds the plain
+    counterparts."""
 
     streams: tuple[int, ...]  # numbers n of residual streams that the hyper-connections below take
 

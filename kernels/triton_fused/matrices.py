@@ -95,13 +95,14 @@ def decay_and_add_kernel(
 def _table(places: tuple[tuple[int, int], ...], size: int, device: torch.device) -> Tensor:
     """Addresses int64 [B] of matrices of `size` bytes each, of tensors (address, number of matrices)."""
     addresses = [first + i * size for first, count in places for i in range(count)]
-    return torch.tensor(addresses, dtype=torch.int64).to(device, non_blocking=True)  # the host waits for nothing
+    # from pinned memory: the host waits for nothing
+    return torch.tensor(addresses, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _tables(*lists: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
     """The tables of lists of tensors [k, n, m], and whether all matrices begin at multiples of 16 bytes."""
     size = lists[0][0].stride(0) * lists[0][0].element_size()
-    places = [tuple((t.data_ptr(), len(t)) for t in tensors) for tensors in lists]
+    places = [tuple((t.data_ptr(), t.shape[0]) for t in tensors) for tensors in lists]
     aligned = size % 16 == 0 and all(address % 16 == 0 for place in places for address, _ in place)
     return [_table(place, size, lists[0][0].device) for place in places], aligned
 
@@ -115,13 +116,15 @@ def _check(batch: Tensor, *lists: Sequence[Tensor]) -> None:
             f"{batch.stride()} in {batch.dtype}, and {dtype}"
         )
     for tensors in lists:
-        if any(t.shape[1:] != shape or t.dtype != dtype or not t.is_contiguous() for t in tensors) or sum(map(len, tensors)) != len(batch):
+        if any(t.shape[1:] != shape or t.dtype != dtype or not t.is_contiguous() for t in tensors) or sum(t.shape[0] for t in tensors) != len(batch):
             got = ", ".join(f"{list(t.shape)} with strides {t.stride()} in {t.dtype}" for t in tensors)
             raise ValueError(f"{len(batch)} contiguous matrices {list(shape)} of one dtype are needed, got {got}")
 
 
 def gather_momentum(grads: Sequence[Tensor], buffers: Sequence[Tensor], momentum: float, out: Tensor, eps: float) -> None:
     """buffers <- momentum * buffers + grads, then out <- each matrix of grads + momentum * buffers over max(its Frobenius norm, eps).
+
+    The norm is that in fp32, summed in a fixed order; `out` is rounded before the division and after it.
 
     Args:
         grads, buffers: tensors [k, n, m], contiguous, in one of bfloat16, float16 and float32; as many matrices as `out` has.

@@ -11,7 +11,7 @@ from kernels.triton_fused import compress_pool, cross_entropy, expert_load, expe
 
 
 class TritonRowOperations:
-    """Norms, rotations and hyper-connections in few kernels each way; differentiable once."""
+    """Everything of the model around attention and large products in few kernels each way, differentiable once, and the optimizer's passes."""
 
     streams: tuple[int, ...] = hyper_maps.STREAMS
 

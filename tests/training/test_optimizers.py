@@ -94,6 +94,37 @@ def test_rows_and_columns_of_zeros_stay_exactly_zero(dtype: torch.dtype) -> None
     assert not nothing.any()
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_matrices_are_normalised_with_one_rounding(turned: bool) -> None:
+    (matrices,) = _parameters((3, 40, 24))
+    matrices = matrices.detach() * torch.tensor([1.0, 1e-12, 0.0]).view(3, 1, 1)
+    exact = matrices.double()
+    exact = exact / torch.linalg.vector_norm(exact, dim=(1, 2), keepdim=True).clamp(min=1e-30)
+    batch = torch.full((3, 30, 50), 7.0, dtype=torch.bfloat16)
+    out = batch[:, :24, :40].mT if turned else torch.full((3, 40, 24), 7.0, dtype=torch.bfloat16)
+    optimizers._normalize(matrices, out)
+    assert ((out.double() - exact).abs() <= 1.0001 * 2**-8 * exact.abs()).all()  # half the distance of neighbours
+    if turned:
+        assert (batch[:, 24:] == 7).all()
+        assert (batch[:, :, 40:] == 7).all()
+
+
+def test_parameters_of_one_scale_are_updated_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, float, float]] = []
+    apply = optimizers._decay_and_add
+
+    def spy(params: list[Tensor], updates: list[Tensor], decay: float, scale: float) -> None:
+        calls.append((len(params), decay, scale))
+        apply(params, updates, decay, scale)
+
+    monkeypatch.setattr(optimizers, "_decay_and_add", spy)
+    params = _parameters((8, 16), (16, 4), (2, 16, 16), (8, 32), (16, 2))
+    _give_gradients(params, 1)
+    MuonAdamW([{**MUON, "params": params[:4], "lr": 0.1, "weight_decay": 0.2}, {**MUON, "params": params[4:], "lr": 0.1}]).step()
+    assert [count for count, *_ in calls] == [3, 1, 1]  # sides of 16, of 32, and without decay
+    assert [scale for *_, scale in calls] == pytest.approx([0.018 * 4, 0.018 * 32**0.5, 0.018 * 4])
+
+
 def test_iteration_copies_no_operand() -> None:
     matrices = _cases()["random"][None].float()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:

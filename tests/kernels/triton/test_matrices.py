@@ -140,7 +140,7 @@ def _optimizer(device: str, fused: Any, work: torch.dtype) -> tuple[list[nn.Para
     return params, MuonAdamW(groups, newton_schulz_dtype=work, fused=fused)
 
 
-@pytest.mark.parametrize(("work", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize(("work", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.02)])
 @pytest.mark.parametrize("limit", [0, 10**6])
 def test_an_optimizer_with_them_makes_the_same_steps(
     device: str, matrices: ModuleType, monkeypatch: pytest.MonkeyPatch, work: torch.dtype, tolerance: float, limit: int

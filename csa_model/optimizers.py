@@ -24,6 +24,9 @@ Coefficients = Sequence[tuple[float, float, float]]
 NEWTON_SCHULZ_COEFFICIENTS: Coefficients = ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2
 MUON_UPDATE_RMS = 0.18  # root mean square of one update at lr 1, that of AdamW in practice: one learning rate serves both algorithms
 NORM_FLOOR = 1e-30  # of a matrix that is divided by its Frobenius norm: what is all zero stays zero
+FUSED_ELEMENTS = (
+    2**22
+)  # of products XX^T up to which launches take longer than passes over memory: there a backend's polynomial is one instead of three
 _ALGORITHMS = ("muon", "adamw")
 Shape = tuple[int, int]
 
@@ -35,11 +38,14 @@ def _normalize(matrices: Tensor, out: Tensor, eps: float = NORM_FLOOR) -> None:
     torch.div(matrices, norm.clamp(min=eps), out=out)
 
 
-def _newton_schulz(x: Tensor, coefficients: Coefficients) -> Tensor:
+def _newton_schulz(x: Tensor, coefficients: Coefficients, fused: RowOperations | None = None) -> Tensor:
     """X <- aX + b(XX^T)X + c(XX^T)^2 X for every (a, b, c) of `coefficients`, of matrices [B, n, m >= n] whose norm is at most 1."""
     for a, b, c in coefficients:
-        # aI + bG + cG^2 as c (G + b/2c I)^2 + (a - b^2/4c) I: with beta other than 0, baddbmm would copy its input first, and this touches diagonals.
         gram = x @ x.mT
+        if fused is not None and gram.numel() <= FUSED_ELEMENTS:
+            x = fused.matrix_polynomial(gram, a, b, c) @ x
+            continue
+        # aI + bG + cG^2 as c (G + b/2c I)^2 + (a - b^2/4c) I: with beta other than 0, baddbmm would copy its input first, and this touches diagonals.
         gram.diagonal(dim1=-2, dim2=-1).add_(b / (2 * c))
         polynomial = torch.baddbmm(gram, gram, gram, beta=0, alpha=c)
         polynomial.diagonal(dim1=-2, dim2=-1).add_(a - b * b / (4 * c))
@@ -248,7 +254,7 @@ class MuonAdamW(torch.optim.Optimizer):
             params = [member.parameter for member in members]
             buffers = [self.state[p]["momentum_buffer"] for p in params]
             fused.gather_momentum(_stacks(_gradients(params), shape), _stacks(buffers, shape), momentum, _corner(slot, shape), NORM_FLOOR)
-        for ((shape, _, lr, decay), members), slot in zip(alike.items(), _newton_schulz(batch, self.coefficients).split(counts), strict=True):
+        for ((shape, _, lr, decay), members), slot in zip(alike.items(), _newton_schulz(batch, self.coefficients, fused).split(counts), strict=True):
             params = [member.parameter for member in members]
             fused.decay_and_add(_stacks(params, shape), _corner(slot, shape), lr * decay, lr * self.update_rms * math.sqrt(max(shape)))
 

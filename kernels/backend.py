@@ -147,6 +147,9 @@ class RowOperations(Protocol):
             out: [B, n, m], with rows or columns that lie together in memory: part of larger matrices, or turned.
         """
 
+    def matrix_polynomial(self, gram: Tensor, a: float, b: float, c: float) -> Tensor:
+        """aI + bG + cG^2 of each matrix of `gram` [B, n, n], contiguous: summed in fp32, rounded once."""
+
     def decay_and_add(self, params: Sequence[Tensor], updates: Tensor, decay: float, scale: float) -> None:
         """params <- params - (decay * params + scale * updates), of params as the grads and updates as the `out` of `gather_momentum`."""
 

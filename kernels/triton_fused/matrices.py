@@ -4,6 +4,7 @@ batch, decay and update of the parameters on the way back. Both turn what the ba
 
     buffer <- momentum * buffer + grad        u = grad + momentum * buffer        out <- u / max(|u|, eps)
     param  <- param - (decay * param + scale * update)
+    polynomial = a I + b G + c G^2, of what the iteration multiplies by, in one kernel
 
 The matrices lie in many tensors. A kernel finds them by a table of their addresses, so one launch serves all of a shape.
 
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from kernels.triton_fused.ops import on_device_of
 from kernels.triton_fused.requirements import DTYPES
-from kernels.triton_fused.rounding import ceil_div
+from kernels.triton_fused.rounding import ceil_div, power_of_two
 
 TILE = 64  # rows and columns of a program
 SUMS = 256  # sums of squares that a program reads at once: those of a matrix of a million elements
@@ -89,6 +90,30 @@ def decay_and_add_kernel(
     at = _address(PARAMS, matrix, LIKE, ALIGNED) + (row * columns + column)
     param = tl.load(at, mask=real, other=0.0).to(tl.float32)
     tl.store(at, (param - (decay * param + scale * update)).to(LIKE.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def polynomial_kernel(GRAM, OUT, a, b, c, N: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
+    """aI + bG + cG^2 of matrices GRAM [B, N, N]. Program: (matrix, block of rows, block of columns), those of a matrix one after the other."""
+    across: tl.constexpr = (N + BLOCK - 1) // BLOCK
+    tile = tl.program_id(0) % (across * across)
+    first = (tl.program_id(0) // (across * across)).to(tl.int64) * (N * N)
+    row = (tile // across * BLOCK + tl.arange(0, BLOCK))[:, None]
+    column = (tile % across * BLOCK + tl.arange(0, BLOCK))[None, :]
+    square = tl.zeros([BLOCK, BLOCK], tl.float32)
+    for k in range(0, N, BLOCK_K):
+        inner = k + tl.arange(0, BLOCK_K)
+        if N % BLOCK == 0:
+            left = tl.load(GRAM + first + row * N + inner[None, :])
+            right = tl.load(GRAM + first + inner[:, None] * N + column)
+        else:
+            left = tl.load(GRAM + first + row * N + inner[None, :], mask=(row < N) & (inner < N)[None, :], other=0.0)
+            right = tl.load(GRAM + first + inner[:, None] * N + column, mask=(inner < N)[:, None] & (column < N), other=0.0)
+        square = tl.dot(left, right, square, input_precision="ieee")
+    real = (row < N) & (column < N)
+    at = first + row * N + column
+    result = c * square + b * tl.load(GRAM + at, mask=real, other=0.0).to(tl.float32) + tl.where(row == column, a, 0.0)
+    tl.store(OUT + at, result.to(OUT.dtype.element_ty), mask=real)
 
 
 @lru_cache(maxsize=256)  # parameters and momentum stay where they are, the gradients of a CUDA graph too
@@ -164,3 +189,22 @@ def decay_and_add(params: Sequence[Tensor], updates: Tensor, decay: float, scale
     operands = (table, params[0], updates, float(decay), float(scale), rows, columns, *updates.stride())
     with on_device_of(updates):
         decay_and_add_kernel[(count * ceil_div(rows, TILE) * ceil_div(columns, TILE),)](*operands, ALIGNED=aligned, TILE=TILE, num_warps=4)
+
+
+def matrix_polynomial(gram: Tensor, a: float, b: float, c: float) -> Tensor:
+    """aI + bG + cG^2 of each matrix of `gram` [B, n, n], contiguous, in bfloat16, float16 or float32: summed in fp32, rounded once.
+
+    Raises:
+        ValueError: shape, dtype or strides that do not fit.
+    """
+    if gram.dim() != 3 or gram.shape[1] != gram.shape[2] or gram.dtype not in DTYPES or not gram.is_contiguous():
+        legal = ", ".join(map(str, DTYPES))
+        raise ValueError(f"gram must be [B, n, n] and contiguous in {legal}, got {list(gram.shape)} with strides {gram.stride()} in {gram.dtype}")
+    out = torch.empty_like(gram)
+    if gram.numel():
+        count, n, _ = gram.shape
+        block = min(128 if n > 128 and gram.element_size() == 2 else 64, max(16, power_of_two(n)))
+        sizes = {"N": n, "BLOCK": block, "BLOCK_K": min(64, block), "num_warps": 8 if block == 128 else 4, "num_stages": 3, "maxnreg": 128}
+        with on_device_of(gram):
+            polynomial_kernel[(count * ceil_div(n, block) ** 2,)](gram, out, float(a), float(b), float(c), **sizes)
+    return out

@@ -59,6 +59,10 @@ class TritonRowOperations:
         """See `matrices.gather_momentum`."""
         matrices.gather_momentum(grads, buffers, momentum, out, eps)
 
+    def matrix_polynomial(self, gram: Tensor, a: float, b: float, c: float) -> Tensor:
+        """See `matrices.matrix_polynomial`."""
+        return matrices.matrix_polynomial(gram, a, b, c)
+
     def decay_and_add(self, params: Sequence[Tensor], updates: Tensor, decay: float, scale: float) -> None:
         """See `matrices.decay_and_add`."""
         matrices.decay_and_add(params, updates, decay, scale)

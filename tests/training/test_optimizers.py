@@ -208,7 +208,7 @@ def test_padding_changes_no_update(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = [(16, 24), (4, 24, 16), (12, 7), (5, 9), (2, 9, 5), (32, 30)]
     blocks, results, sizes = [1, 1, 3, 1, 1, 2], [], []
 
-    def spy(batch: Tensor, coefficients: optimizers.Coefficients) -> Tensor:
+    def spy(batch: Tensor, coefficients: optimizers.Coefficients) -> Tensor:  # without a backend's form
         sizes[-1].append(tuple(batch.shape))
         return iterate(batch, coefficients)
 

@@ -8,7 +8,7 @@ import json
 
 import torch
 
-from kernels.triton_fused.matrices import decay_and_add, gather_momentum
+from kernels.triton_fused.matrices import decay_and_add, gather_momentum, matrix_polynomial
 from tests.kernels.triton.aot import compiling_for_sm90
 
 SHAPES = [(256, 512), (512, 256), (24, 2048), (4096, 128)]
@@ -27,6 +27,14 @@ def main() -> None:
                 record = {"shape": shape, "work": str(work), "kernel": kernel.name, "stack": kernel.stack_bytes, "registers": kernel.registers}
                 counts = {"wide": kernel.count(r"LDG\.E\.128"), "stores": kernel.count("STG"), "wide stores": kernel.count(r"STG\.E\.128")}
                 print(json.dumps(record | counts), flush=True)
+    for n in (24, 128, 256, 512, 1008):
+        for work in (torch.bfloat16, torch.float32):
+            with compiling_for_sm90() as kernels:
+                matrix_polynomial(torch.zeros(3, n, n, dtype=work), 2.0, -1.5, 0.5)
+            for kernel in kernels:
+                record = {"n": n, "work": str(work), "kernel": kernel.name, "stack": kernel.stack_bytes, "registers": kernel.registers}
+                products = {i: kernel.count(i) for i in ("HMMA", "HGMMA", "WARPGROUP")}
+                print(json.dumps(record | products | {"shared": kernel.shared_bytes}), flush=True)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from csa_model.optimizers import MuonAdamW
 from tests.kernels.triton.conftest import HAS_TRITON
 
 ROOT = Path(__file__).parents[3]
+SHARED_LIMIT = 227 * 1024
 SHAPES = [(5, 7), (7, 5), (1, 17), (17, 1), (70, 130), (130, 70), (24, 200), (64, 64)]
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 1e-2}  # the interpreter cuts off where hardware rounds to bfloat16
 
@@ -103,10 +104,30 @@ def test_parameters_in_half_precision(device: str, matrices: ModuleType, dtype: 
     assert norm_error(torch.cat(params), 0.75 * before - 5 * expected) <= TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("n", [1, 16, 24, 64, 100, 128, 130, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_polynomial(device: str, matrices: ModuleType, n: int, dtype: torch.dtype) -> None:
+    if dtype == torch.bfloat16 and device == "cpu":
+        pytest.skip("the interpreter has no product in bfloat16")
+    x = torch.randn(2, n, n + 8, generator=torch.Generator().manual_seed(n)).to(device)
+    x /= x.square().sum((1, 2), keepdim=True).sqrt() / 2
+    memory = torch.full((2 * n * n + 65536,), float("nan"), dtype=dtype, device=device)
+    gram = memory[: 2 * n * n].view(2, n, n)
+    gram.copy_(x @ x.mT)
+    with poisoned_outputs():
+        result = matrices.matrix_polynomial(gram, 3.4445, -4.775, 2.0315)
+    exact = gram.double()
+    expected = 3.4445 * torch.eye(n, device=device, dtype=torch.float64) - 4.775 * exact + 2.0315 * exact @ exact
+    assert result.dtype == dtype
+    assert norm_error(result, expected) <= TOLERANCE[dtype]
+    assert torch.equal(result, matrices.matrix_polynomial(gram, 3.4445, -4.775, 2.0315))
+
+
 def test_nothing_to_do(device: str, matrices: ModuleType) -> None:
     nothing = [torch.empty(0, 3, 5, device=device)]
     matrices.gather_momentum(nothing, nothing, 0.9, torch.empty(0, 3, 5, device=device), 1e-30)
     matrices.decay_and_add(nothing, torch.empty(0, 3, 5, device=device), 0.1, 0.1)
+    assert matrices.matrix_polynomial(torch.empty(0, 3, 3, device=device), 1, 2, 3).shape == (0, 3, 3)
 
 
 def test_refuses_what_does_not_fit(device: str, matrices: ModuleType) -> None:
@@ -126,6 +147,9 @@ def test_refuses_what_does_not_fit(device: str, matrices: ModuleType) -> None:
         matrices.decay_and_add(stack(2, 4, 6), torch.zeros(2, 8, 12, device=device)[:, ::2, ::2], 0.1, 0.1)
     with pytest.raises(ValueError, match="float64"):
         matrices.decay_and_add(stack(2, 4, 6, dtype=torch.float64), out, 0.1, 0.1)
+    for (gram,) in (stack(2, 4, 6), stack(4, 4), stack(2, 4, 4, dtype=torch.float64), [stack(2, 4, 4)[0].mT]):
+        with pytest.raises(ValueError, match=r"gram must be \[B, n, n\] and contiguous"):
+            matrices.matrix_polynomial(gram, 1, 2, 3)
 
 
 def _optimizer(device: str, fused: Any, work: torch.dtype) -> tuple[list[nn.Parameter], MuonAdamW]:
@@ -140,7 +164,7 @@ def _optimizer(device: str, fused: Any, work: torch.dtype) -> tuple[list[nn.Para
     return params, MuonAdamW(groups, newton_schulz_dtype=work, fused=fused)
 
 
-@pytest.mark.parametrize(("work", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize(("work", "tolerance"), [(torch.float32, 1e-4), (torch.float16, 5e-3), (torch.bfloat16, 0.02)])
 @pytest.mark.parametrize("limit", [0, 10**6])
 def test_an_optimizer_with_them_makes_the_same_steps(
     device: str, matrices: ModuleType, monkeypatch: pytest.MonkeyPatch, work: torch.dtype, tolerance: float, limit: int
@@ -149,6 +173,8 @@ def test_an_optimizer_with_them_makes_the_same_steps(
     from kernels.triton_fused.row_operations import TritonRowOperations
 
     monkeypatch.setattr(optimizers, "padded_elements", lambda device: limit)
+    no_product = work == torch.bfloat16 and device == "cpu"  # the interpreter has none
+    monkeypatch.setattr(optimizers, "FUSED_ELEMENTS", 0 if no_product or limit else 2**22)
     results = []
     for fused in (None, TritonRowOperations()):
         params, optimizer = _optimizer(device, fused, work)
@@ -178,7 +204,17 @@ def test_ahead_of_time_nothing_spills_and_every_access_has_16_bytes() -> None:
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-4000:]
     compiled = [json.loads(line) for line in result.stdout.splitlines()]
+    polynomials = [r for r in compiled if r["kernel"] == "polynomial_kernel"]
+    compiled = [r for r in compiled if r["kernel"] != "polynomial_kernel"]
     assert Counter(r["kernel"] for r in compiled) == dict.fromkeys(("momentum_kernel", "divide_kernel", "decay_and_add_kernel"), 8)
+    assert len(polynomials) == 10
+    for r in polynomials:
+        assert r["stack"] == 0, r
+        assert r["registers"] <= 128, r  # of at most 256 threads: two programs a multiprocessor
+        assert r["shared"] <= SHARED_LIMIT // 2, r
+        if "bfloat16" in r["work"]:
+            assert r["HGMMA" if r["n"] > 32 else "HMMA"] > 0, r
+            assert r["WARPGROUP"] <= r["HGMMA"], r  # a wait around every product would serialise them
     elements = 64 * 64 // 128  # of a thread
     for r in compiled:
         assert r["stack"] == 0, r

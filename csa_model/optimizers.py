@@ -20,13 +20,13 @@ from csa_model.config import OptimizerConfig
 from kernels import RowOperations
 
 # Eight steps pull every singular value near 1, two more with a contracting polynomial put it there: 1.0000 to 1.0005 for full-rank matrices.
-Coefficients = Sequence[tuple[float, float, float]]
 NEWTON_SCHULZ_COEFFICIENTS: Coefficients = ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2
 MUON_UPDATE_RMS = 0.18  # root mean square of one update at lr 1, that of AdamW in practice: one learning rate serves both algorithms
 NORM_FLOOR = 1e-30  # of a matrix that is divided by its Frobenius norm: what is all zero stays zero
 FUSED_ELEMENTS = 2**22  # of products XX^T: up to here launches take longer than passes over memory, so a backend fuses three of them
 _ALGORITHMS = ("muon", "adamw")
 Shape = tuple[int, int]
+Coefficients = Sequence[tuple[float, float, float]]
 
 
 def _normalize(matrices: Tensor, out: Tensor, eps: float = NORM_FLOOR) -> None:

@@ -214,7 +214,7 @@ class _SumOf(torch.autograd.Function):
     def forward(ctx, x: Tensor, source: Tensor, places: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.save_for_backward(source, places)
         gathered = x.index_select(0, places.flatten())
-        return gathered if places.shape[1] == 1 else gathered.unflatten(0, places.shape).sum(1)
+        return gathered if places.shape[1] == 1 else gathered.unflatten(0, places.shape).sum(1).to(x.dtype)  # autocast sums into fp32 on CUDA
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]

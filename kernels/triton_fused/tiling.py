@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tile shapes of the plain Triton attention kernels, by head count, head dim and dtype.
 
-The lines for at most 16 heads of 64 or 128 columns and for 64 heads of 512 were timed on an H200 with Triton 3.6.0 (MEASURED.md); the others were
-chosen so that nothing spills.
+The lines for up to 64 heads of 64 or 128 columns, for 64 of 256 and for 64 of 512 were timed on an H200 with Triton 3.6.0 (MEASURED.md): few warps
+are faster even where they spill a little. The others were chosen so that nothing spills.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def forward_tiling(heads: int, head_dim: int, dtype: torch.dtype) -> Tiling:
             return Tiling(16, 64 if dim == 128 else 32, dim, 1, 2 if dim == 128 else 3, precision)
         return Tiling(16, 32, dim, 4, 2, precision)
     if heads <= 32:
-        return Tiling(32, 32, dim, 2 if dim <= 128 else 4, 2, precision)
-    return Tiling(64, 64, dim, 4 if dim <= 256 else 8, 2, precision)
+        return Tiling(32, 64 if dim == 64 else 32, dim, 1 if dim <= 128 else 4, 2, precision)
+    return Tiling(64, 128 if dim <= 64 else 64, dim, 4 if dim <= 256 else 8, 2, precision)
 
 
 def backward_tiling(heads: int, head_dim: int, dtype: torch.dtype) -> Tiling:
@@ -56,5 +56,5 @@ def backward_tiling(heads: int, head_dim: int, dtype: torch.dtype) -> Tiling:
             return Tiling(16, 32, dim, 1 if dim == 128 else 2, 1, precision)
         return Tiling(16, 32, dim, 4 if dim == 256 else 8, 1, precision)
     if heads <= 32 or dim == 512:  # 64 heads of 512 columns need 296 KiB of smem here
-        return Tiling(32, 32, dim, 4 if dim <= 128 else 8, 1, precision)
-    return Tiling(64, 64 if dim <= 128 else 32, dim, 4 if dim <= 64 else 8, 1, precision)
+        return Tiling(32, 32, dim, 1 if dim <= 64 else 2 if dim == 128 else 8, 1, precision)
+    return Tiling(64, 64 if dim <= 128 else 32, dim, 4 if dim <= 128 else 8, 1, precision)

@@ -60,8 +60,9 @@ def test_values_load_and_gradient(device: str, fused: Any, lengths: list[int], p
     assert counts.dtype == torch.int64
     assert torch.equal(counts, exact_counts)
     torch.testing.assert_close(value.double(), exact_value, rtol=1e-6, atol=0.0)
-    # per token the slopes are differences of numbers of this size
-    assert norm_error(slope, exact_slope) <= 1e-5 or float((slope - exact_slope).abs().max()) <= 1e-6 * number
+    # Per token the slopes are differences, 0 for a single expert, of numbers of up to the number of experts, over a sum of scores of 0.1 or more, and
+    # the incoming gradient is 3.
+    assert norm_error(slope, exact_slope) <= 1e-5 or float((slope - exact_slope).abs().max()) <= 2e-7 * number * 3 / 0.1
     _, load = fused.balance(scores, experts, row.document_index, row.document_lengths)
     expected = torch.zeros(len(lengths) + 1, number, dtype=torch.int32, device=device)
     for document, chosen in zip(row.document_index.tolist(), experts.tolist(), strict=True):

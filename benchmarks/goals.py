@@ -18,11 +18,11 @@ FORWARD = "attention forward, speed / FlashMLA"
 # Why a goal is missed, by its name.
 REASONS = {
     "core step / peer": "attention backward is two thirds of the step, and what limits it limits the step; on long rows the index scores add to it.",
-    FORWARD: "on long rows it is slower under load than cold, most likely because the clock falls (it was not read); at 4,096 tokens and 64 heads "
-    "the two runs lie on both sides of the target.",
+    FORWARD: "on long rows it is slower under load than cold, most likely because the clock falls (it was not read).",
     "attention backward with the teacher / cuDNN and teacher": "fp32 additions in the L2 cache limit it, see "
     "[MEASURED.md](../kernels/triton_fused/MEASURED.md).",
-    "index scores + top-k / peer": "nearly all of its time is matrix products, and the peer's are near the rate of the tensor cores too.",
+    "index scores + top-k / peer": "on long rows nearly all of its time is matrix products, and the peer's are near the rate of the tensor cores too; "
+    "at 4,096 tokens the host's dispatch was timed with it, which the selection has skipped since.",
     "16 heads of 64, step as a graph, flashmla / triton": "selection and indexer loss are the same kernels in both; only attention pays for padding.",
     "full_csa / compressed_only, memory": "a few MiB more in some shapes, less in the others; which buffer it is was not looked into.",
 }

@@ -21,8 +21,8 @@ REASONS = {
     FORWARD: "on long rows it is slower under load than cold, most likely because the clock falls (it was not read).",
     "attention backward with the teacher / cuDNN and teacher": "fp32 additions in the L2 cache limit it, see "
     "[MEASURED.md](../kernels/triton_fused/MEASURED.md).",
-    "index scores + top-k / peer": "on long rows nearly all of its time is matrix products, and the peer's are near the rate of the tensor cores too; "
-    "at 4,096 tokens the host's dispatch was timed with it, which the selection has skipped since.",
+    "index scores + top-k / peer": "on long rows nearly all of its time is matrix products, and the peer's are near the rate of the tensor cores "
+    "too; at 4,096 tokens the host's dispatch was timed with it, which the selection has skipped since.",
     "16 heads of 64, step as a graph, flashmla / triton": "selection and indexer loss are the same kernels in both; only attention pays for padding.",
     "full_csa / compressed_only, memory": "a few MiB more in some shapes, less in the others; which buffer it is was not looked into.",
 }

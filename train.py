@@ -57,7 +57,7 @@ def train(config: ExperimentConfig, arguments: list[str], job_folder: Path | Non
         report.print_start(config, run, module, data, trainer.world_size, [*warned, *(f"changed on resume: {line}" for line in changed)])
     with summary.marked_failed_on_error(trainer):
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
-        if trainer.global_step % config.trainer.val_every_steps:  # the last validation did not see the final weights
+        if trainer.global_step % config.trainer.val_every_steps and not trainer.should_stop:  # the last validation did not see the final weights
             trainer.validate(module, datamodule=data, verbose=False)
     return summary.finish(trainer)
 

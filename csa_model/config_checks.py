@@ -259,8 +259,8 @@ def _check_trainer(trainer: TrainerConfig) -> None:
         )
     if trainer.profiler not in (None, "simple", "advanced", "pytorch"):
         raise ConfigError(f"trainer.profiler={trainer.profiler!r} is not legal; legal values: null, simple, advanced, pytorch")
-    if trainer.max_time is not None and not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", trainer.max_time):
-        raise ConfigError(f"trainer.max_time={trainer.max_time!r} is not legal; it must be DD:HH:MM:SS, for example 00:01:30:00")
+    if trainer.max_time is not None and (not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", trainer.max_time) or not re.search("[1-9]", trainer.max_time)):
+        raise ConfigError(f"trainer.max_time={trainer.max_time!r} is not legal; it must be DD:HH:MM:SS above zero, for example 00:01:30:00")
 
 
 def check_devices(config: ExperimentConfig) -> None:

@@ -10,8 +10,10 @@ import netrc
 import os
 import secrets
 import sys
+import time
 import urllib.parse
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from csa_model.run_dir import RunDirectory, open_run, plain, refuse
 
 RUN_FOLDER_OF_RANK_ZERO = "CSA_RUN_FOLDER"  # read by the processes that a data-parallel run starts, so that every rank writes to one folder
 # what a job writes into the environment: Lightning's launcher, and its wandb logger
+_job_began: ContextVar[float | None] = ContextVar("job_began", default=None)
 JOB_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", RUN_FOLDER_OF_RANK_ZERO, "WANDB_MODE", "PL_GLOBAL_SEED")
 
 
@@ -218,16 +221,25 @@ def build_trainer(config: ExperimentConfig, run: RunDirectory, callbacks: Sequen
     return trainer
 
 
+def job_seconds() -> float:
+    """Since the outermost `isolated_job` began; 0 outside of one."""
+    began = _job_began.get()
+    return 0.0 if began is None else time.monotonic() - began
+
+
 @contextlib.contextmanager
 def isolated_job(arguments: Sequence[str]) -> Iterator[None]:
     """One job: the processes it starts see its own arguments, and the next job of a multirun inherits no rank, port, process group or wandb run."""
     before = {name: os.environ.get(name) for name in JOB_VARIABLES}
+    outer = _job_began.set(time.monotonic()) if _job_began.get() is None else None  # a stage is part of the job that runs it
     argv, sys.argv = sys.argv, [sys.argv[0], *arguments]
     failed = 1
     try:
         yield
         failed = 0
     finally:
+        if outer is not None:
+            _job_began.reset(outer)
         sys.argv = argv
         if "wandb" in sys.modules and getattr(sys.modules["wandb"], "run", None) is not None:
             sys.modules["wandb"].finish(exit_code=failed)

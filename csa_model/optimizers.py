@@ -22,7 +22,9 @@ from kernels import RowOperations
 # Eight steps pull every singular value near 1, two more with a contracting polynomial put it there: 1.0000 to 1.0005 for full-rank matrices.
 NEWTON_SCHULZ_COEFFICIENTS: Coefficients = ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2
 MUON_UPDATE_RMS = 0.18  # root mean square of one update at lr 1, that of AdamW in practice: one learning rate serves both algorithms
-NORM_FLOOR = 1e-30  # of a matrix that is divided by its Frobenius norm: what is all zero stays zero
+# Of a matrix that is divided by its Frobenius norm: what is all zero stays zero. The momentum of an expert without tokens decays without end; below
+# 1e-19 the squares of fp32 lose it, and divided by too small a norm it would overflow the iteration.
+NORM_FLOOR = 1e-16
 FUSED_ELEMENTS = 2**22  # of products XX^T: up to here launches take longer than passes over memory, so a backend fuses three of them
 _ALGORITHMS = ("muon", "adamw")
 Shape = tuple[int, int]
@@ -186,6 +188,11 @@ class MuonAdamW(torch.optim.Optimizer):
                 shape = f"{tuple(p.shape)} in {blocks} block(s)"
                 raise ValueError(f"parameter group {name!r}: Muon takes [n, m] or [E, n, m], got {shape}; use algorithm='adamw'")
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy keeps what torch's own would drop."""
+        kept = ("update_rms", "coefficients", "newton_schulz_dtype", "fused")
+        return super().__getstate__() | {name: getattr(self, name) for name in kept}
+
     @overload
     def step(self, closure: None = None) -> None: ...
     @overload
@@ -220,7 +227,8 @@ class MuonAdamW(torch.optim.Optimizer):
             # the longest first: the host launches the others while the device is at it
             order = sorted(together, key=lambda s: -s[0] * math.prod(s) * sum(counts[shape] for shape in together[s]))
             work = self.newton_schulz_dtype or (torch.bfloat16 if device.type == "cuda" else dtype)
-            if self.fused is None:
+            # the fused form rounds before it divides, which in float16 would lose updates
+            if self.fused is None or work not in (torch.bfloat16, torch.float32):
                 self._update(of_shape, {size: together[size] for size in order}, work)
                 continue
             for size in order:
@@ -299,7 +307,7 @@ def _parts(updates: Tensor, members: list[_Member]) -> list[Tensor]:
 
 def _stacks(tensors: Iterable[Tensor], shape: Shape) -> list[Tensor]:
     """Every tensor as a stack of matrices of `shape`."""
-    return [t.view(-1, *shape) for t in tensors]
+    return [t.view(t.numel() // max(1, math.prod(shape)), *shape) for t in tensors]
 
 
 def _batch(size: Shape, shapes: Iterable[Shape], count: int, work: torch.dtype, device: torch.device) -> Tensor:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from csa_model import config_checks, launch, resume, staged_report
+from csa_model.callbacks import TimeLimit
 from csa_model.config import STAGES, ConfigError, ExperimentConfig, SchedulerConfig, StagedConfig, StagePlan
 from csa_model.overrides import parse
 from csa_model.report import OUT_OF_TIME
@@ -58,8 +59,13 @@ def run(config: ExperimentConfig, arguments: Sequence[str], train: Train, job_fo
                 _set_aside(run_folder.path)
                 stage = replace(stage, init_from=previous)
             given = stage_arguments(arguments, stage)
-            with launch.isolated_job(given):
-                status = train(stage, given).get("status")
+            limit = config.trainer.max_time
+            status: object = OUT_OF_TIME
+            if limit is None or not TimeLimit(limit, launch.job_seconds()).over():
+                with launch.isolated_job(given):
+                    status = train(stage, given).get("status")
+            else:
+                print(f"stage {name}: trainer.max_time={limit} is over; go on with run_dir={folder} ckpt_path=last")
             if status == OUT_OF_TIME:  # the next stage would begin from a half trained one
                 facts["status"] = status
                 write_json(folder / PLAN_FILE, facts)

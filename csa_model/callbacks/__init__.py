@@ -12,6 +12,7 @@ from csa_model.callbacks.memory import PeakMemory
 from csa_model.callbacks.throughput import Throughput
 from csa_model.callbacks.time_limit import TimeLimit
 from csa_model.config import INDEXED_RATIO, ExperimentConfig
+from csa_model.launch import job_seconds
 from csa_model.run_dir import RunDirectory
 
 __all__ = [
@@ -40,6 +41,6 @@ def build_callbacks(config: ExperimentConfig, run: RunDirectory) -> list[L.Callb
     if settings.indexer_diagnostics.enabled and INDEXED_RATIO in layers:
         callbacks.append(IndexerDiagnostics(settings.indexer_diagnostics, config.model.index_topk))
     if config.trainer.max_time is not None:
-        callbacks.append(TimeLimit(config.trainer.max_time))
+        callbacks.append(TimeLimit(config.trainer.max_time, job_seconds()))
     callbacks += [periodic_checkpoints(settings.checkpoint, run.checkpoints), LastCheckpoint(run.checkpoints)]
     return callbacks

@@ -50,6 +50,8 @@ class LastCheckpoint(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._sound = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        if self._sound and trainer.should_stop:  # time is over: a validation follows, which a batch job may not live to see the end of
+            self._save(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._save(trainer)

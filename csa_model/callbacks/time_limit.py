@@ -10,14 +10,21 @@ from lightning.pytorch.callbacks import Timer
 
 
 class TimeLimit(Timer):
-    """Lightning's timer for one start of a run, which a batch job limits: a run that goes on has the whole time again.
+    """Lightning's timer for one start of the program, which a batch job limits: a run that goes on has the whole time again, the stages of a staged
+    run share it.
 
     Args:
         duration: DD:HH:MM:SS.
+        spent: seconds of it that are over already.
     """
 
-    def __init__(self, duration: str) -> None:
+    def __init__(self, duration: str, spent: float = 0.0) -> None:
         super().__init__(duration, verbose=False)
+        self._offset = spent  # type: ignore[assignment]  # Lightning's own, of the starts before, which do not count here
+
+    def over(self) -> bool:
+        """Whether nothing is left."""
+        return (self.time_remaining() or 0.0) <= 0.0
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:  # gradients half accumulated would be lost

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cross entropy of a linear head, summed over rows, with its gradients formed while the logits are there: nothing of their size is kept.
+From forward to backward the gradients wait in fp32: [T, d] and [V, d].
 
     z = hidden @ weight.T        loss = sum over rows of logsumexp(z) - z[target]        dz = softmax(z) - onehot(target)
 

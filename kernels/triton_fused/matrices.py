@@ -119,6 +119,8 @@ def polynomial_kernel(GRAM, OUT, a, b, c, N: tl.constexpr, BLOCK: tl.constexpr, 
 @lru_cache(maxsize=256)  # parameters and momentum stay where they are, the gradients of a CUDA graph too
 def _table(places: tuple[tuple[int, int], ...], size: int, device: torch.device) -> Tensor:
     """Addresses int64 [B] of matrices of `size` bytes each, of tensors (address, number of matrices)."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a CUDA graph cannot hold the addresses of parameters and gradients: leave the optimizer step out of it")
     addresses = [first + i * size for first, count in places for i in range(count)]
     # from pinned memory: the host waits for nothing
     return torch.tensor(addresses, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
@@ -126,7 +128,7 @@ def _table(places: tuple[tuple[int, int], ...], size: int, device: torch.device)
 
 def _tables(*lists: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
     """The tables of lists of tensors [k, n, m], and whether all matrices begin at multiples of 16 bytes."""
-    size = lists[0][0].stride(0) * lists[0][0].element_size()
+    size = lists[0][0].shape[1:].numel() * lists[0][0].element_size()
     places = [tuple((t.data_ptr(), t.shape[0]) for t in tensors) for tensors in lists]
     aligned = size % 16 == 0 and all(address % 16 == 0 for place in places for address, _ in place)
     return [_table(place, size, lists[0][0].device) for place in places], aligned

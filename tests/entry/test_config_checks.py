@@ -49,6 +49,7 @@ REFUSED = {
     "accelerator": (["trainer.accelerator=tpu"], ["'tpu'", "auto, cpu, gpu"]),
     "strategy": (["trainer.strategy=fsdp"], ["'fsdp'", "ddp"]),
     "max_time": (["trainer.max_time='10 min'"], ["trainer.max_time", "DD:HH:MM:SS"]),
+    "no time": (["trainer.max_time=00:00:00:00"], ["trainer.max_time", "above zero"]),
     "validation fraction": (["data.validation_fraction=1"], ["data.validation_fraction"]),
     "path missing": (["data=text_files"], ["data=text_files", "data.path"]),
     "two checkpoints": (["ckpt_path=a", "init_from=b"], ["ckpt_path", "init_from"]),

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -282,6 +284,35 @@ def test_an_expert_without_tokens_moves_nothing_and_disturbs_no_other() -> None:
         MuonAdamW([{**MUON, "params": [p], "lr": 0.1}]).step()
     assert torch.equal(stack[1], before[1])
     torch.testing.assert_close(stack[::2], alone[::2])
+
+
+@pytest.mark.parametrize("size", [1e-15, 1e-18, 1e-22, 1e-25, 1e-29, 1e-35])
+def test_a_momentum_that_has_all_but_decayed_does_not_overflow(size: float) -> None:
+    """An expert that has had no token for hundreds of steps: its squares are no number of fp32 any more, its momentum still is."""
+    (stack,) = _parameters((3, 8, 12))
+    optimizer = MuonAdamW([{**MUON, "params": [stack], "lr": 0.1}])
+    _give_gradients([stack], 1)
+    optimizer.step()
+    optimizer.state[stack]["momentum_buffer"][1] = size * torch.randn(8, 12, generator=torch.Generator().manual_seed(2))
+    stack.grad[1] = 0
+    before = stack.detach().clone()
+    optimizer.step()
+    assert torch.isfinite(stack).all()
+    assert (stack[1] - before[1]).abs().max() < 0.1
+
+
+def test_copies_make_the_same_steps() -> None:
+    (stack,) = _parameters((3, 8, 12))
+    _give_gradients([stack], 1)
+    optimizer = MuonAdamW([{**MUON, "params": [stack], "lr": 0.1}], update_rms=0.5, newton_schulz_dtype=torch.float64)
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        (twin,) = copied.param_groups[0]["params"]
+        twin.grad = stack.grad.clone()
+        copied.step()
+        fresh = stack.detach().clone().requires_grad_()
+        fresh.grad = stack.grad.clone()
+        MuonAdamW([{**MUON, "params": [fresh], "lr": 0.1}], update_rms=0.5, newton_schulz_dtype=torch.float64).step()
+        assert torch.equal(twin, fresh)
 
 
 def test_adamw_groups_equal_torch_adamw() -> None:

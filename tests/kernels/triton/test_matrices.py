@@ -123,6 +123,28 @@ def test_polynomial(device: str, matrices: ModuleType, n: int, dtype: torch.dtyp
     assert torch.equal(result, matrices.matrix_polynomial(gram, 3.4445, -4.775, 2.0315))
 
 
+def test_one_matrix_may_stand_first_with_any_stride_between_matrices(device: str, matrices: ModuleType) -> None:
+    """A tensor of one matrix is contiguous whatever that stride is."""
+    first = torch.randn(6, 1, 8, device=device).transpose(0, 1)
+    assert first.is_contiguous()
+    assert first.stride(0) == 8
+    grads = [first, torch.randn(2, 6, 8, device=device)]
+    out = torch.empty(3, 6, 8, device=device)
+    matrices.gather_momentum(grads, [torch.zeros_like(g) for g in grads], 0.0, out, 1e-16)
+    expected = torch.cat(grads)
+    torch.testing.assert_close(out, expected / expected.norm(dim=(1, 2), keepdim=True))
+
+
+@pytest.mark.parametrize("size", [1e-15, 1e-22, 1e-29])
+def test_what_has_all_but_decayed_is_not_blown_up(device: str, matrices: ModuleType, size: float) -> None:
+    from csa_model.optimizers import NORM_FLOOR
+
+    grads, buffers = [torch.zeros(1, 8, 8, device=device)], [size * torch.randn(1, 8, 8, device=device)]
+    out = torch.empty(1, 8, 8, device=device)
+    matrices.gather_momentum(grads, buffers, 0.95, out, NORM_FLOOR)
+    assert out.norm() <= 1 + 1e-5
+
+
 def test_nothing_to_do(device: str, matrices: ModuleType) -> None:
     nothing = [torch.empty(0, 3, 5, device=device)]
     matrices.gather_momentum(nothing, nothing, 0.9, torch.empty(0, 3, 5, device=device), 1e-30)

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-PEER, OURS, COMPRESSED = "FlashMLA + cuDNN", "triton full_csa", "triton compressed_only"
+PEER, OURS, COMPRESSED, NO_LOSS = "FlashMLA + cuDNN", "triton full_csa", "triton compressed_only", "triton without indexer loss"
+INDEXER = (64, 128)  # heads and columns of the indexer in the core step
 LONG = (4_096, 16_384, 65_536)
 LARGE_HEADS = (64, 128)  # of 512: what the peer takes
 SMALL = "H=16 D=64"
@@ -24,6 +25,8 @@ REASONS = {
     "index scores + top-k / peer": "on long rows nearly all of its time is matrix products, and the peer's are near the rate of the tensor cores "
     "too; at 4,096 tokens the host's dispatch was timed with it, which the selection has skipped since.",
     "16 heads of 64, step as a graph, flashmla / triton": "selection and indexer loss are the same kernels in both; only attention pays for padding.",
+    "full_csa without KL and indexer backward / no indexer loss": "emitting the teacher and keeping the scores "
+    "of the selected entries for the loss, see the parts below.",
     "full_csa / compressed_only, memory": "a few MiB more in some shapes, less in the others; which buffer it is was not looked into.",
 }
 
@@ -68,6 +71,12 @@ def _quotient(above: list[dict[str, Any]], below: list[dict[str, Any]]) -> tuple
     return sums[0] / sums[1], max(spreads)
 
 
+def result_gib(shape: dict[str, Any]) -> float:
+    """GiB of out, dq and d index_q, which any path returns, in bfloat16."""
+    heads, dim = INDEXER
+    return float(2 * shape["tokens"] * (2 * shape["heads"] * shape["head_dim"] + heads * dim) / 2**30)
+
+
 def forward_target(tokens: int) -> float:
     return 1.15 if tokens <= 4_096 else 1.05
 
@@ -88,6 +97,8 @@ def of_core(core: dict[str, Any]) -> Iterator[Goal]:
     if shape := large.get((65_536, 64)):
         peak = shape["peak_gib"]
         yield Goal("peak memory / peer", where(shape), 0.70, True, peak[OURS] / peak[PEER])
+        results = result_gib(shape)
+        yield Goal("the same above out, dq and d index_q", where(shape), 0.15, True, (peak[OURS] - results) / (peak[PEER] - results))
     measured = [large[tokens, heads] for heads in LARGE_HEADS for tokens in LONG if "pieces" in large.get((tokens, heads), {})]
     for shape in measured:
         ours, peer = shape["pieces"]["ours/attention forward"], shape["pieces"]["peer/attention forward"]
@@ -99,6 +110,12 @@ def of_core(core: dict[str, Any]) -> Iterator[Goal]:
         for shape in measured:
             pieces = shape["pieces"]
             yield Goal(name, where(shape), target, True, *_quotient([pieces[f"ours/{own}"]], [pieces[f"peer/{other}"] for other in others]))
+    for shape in measured:
+        step, pieces = shape["step"], shape["pieces"]
+        if NO_LOSS in step and "ours/KL + indexer backward" in pieces:
+            spread = max(step[name]["spread"] for name in (OURS, NO_LOSS))
+            ratio = (step[OURS]["ms"] - pieces["ours/KL + indexer backward"]["ms"]) / step[NO_LOSS]["ms"]
+            yield Goal("full_csa without KL and indexer backward / no indexer loss", where(shape), 1.02, True, ratio, spread)
     both = [shape for shape in shapes if OURS in shape["step"] and COMPRESSED in shape["step"]]
     times = [Goal("full_csa / compressed_only, time", where(s), 1.0, True, *_quotient([s["step"][OURS]], [s["step"][COMPRESSED]])) for s in both]
     memory = [Goal("full_csa / compressed_only, memory", where(s), 1.0, True, s["peak_gib"][OURS] / s["peak_gib"][COMPRESSED]) for s in both]

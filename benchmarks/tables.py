@@ -225,8 +225,8 @@ def training_step(result: dict[str, Any]) -> list[str]:
     spent = {t: points["triton", t]["profile"]["parts_ms"] for t in lengths if "profile" in points.get(("triton", t), {})}
     names = list(dict.fromkeys(name for parts in spent.values() for name in parts))
     lines += [
-        "What the GPU does in a step of `triton`, ms, sorted by the names of the kernels: `optimizer` is without Muon's matrix products, which count",
-        "among the others, and the cross entropy lies in the reductions.",
+        "What the GPU does in a step of `triton`, ms, sorted by the names of the kernels: `optimizer` and `cross entropy` are without their matrix",
+        "products, which count among the others.",
         "",
     ]
     lines += [

@@ -41,7 +41,11 @@ def plot_curves(runs: Sequence[Run], path: Path) -> None:
             curves = [run.curves[metric] for run in runs if run.arm == arm and run.curves.get(metric)]
             for curve in curves:
                 axes.plot(
-                    list(curve), list(curve.values()), dash, color=colour, lw=0.8 if len(curves) > 1 else 1.8, alpha=0.5 if len(curves) > 1 else 1
+                    *(list(curve), list(curve.values()), dash),
+                    color=colour,
+                    lw=0.8 if len(curves) > 1 else 1.8,
+                    alpha=0.5 if len(curves) > 1 else 1,
+                    marker="o" if len(curve) == 1 else "",  # a line of one point cannot be seen
                 )
             if len(curves) > 1:
                 steps = common_steps(curves)

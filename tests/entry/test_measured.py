@@ -170,6 +170,12 @@ def test_goals_are_judged_from_the_times_of_one_run() -> None:
     worst = "worst of 5 shapes: 4,096 tokens, 16 heads of 128"
     assert ["full_csa / compressed_only, memory", worst, "≤ 1.00", "1.50", "missed"] in cells
     assert "peak memory / peer" not in [c[0] for c in cells]  # 65,536 tokens ran without the peer
+    longest = shape(65536, 64, gib=9.5)
+    longest["peak_gib"][peer] = 14.0  # 9 GiB are results: twice 64 x 512 and once 64 x 128 numbers of 2 bytes a token
+    longest["step"][goals.NO_LOSS], longest["pieces"]["ours/KL + indexer backward"] = at(5.0), at(0.8)
+    cells = [goal.cells() for goal in goals.of_core({"shapes": [longest]})]
+    assert [c[2:] for c in cells if c[0].startswith("the same above")] == [["≤ 0.15", "0.10", "met"]]
+    assert [c[2:] for c in cells if c[0].startswith("full_csa without KL")] == [["≤ 1.02", "1.04 ±20%", "missed, within the spread"]]
 
     step = {"triton": {"captured_ms": 1.0, "captured_spread": 0.0}, "unfused": {"ms": 9.0}}
     step |= {f"flashmla, {b} backward": {"captured_ms": ms, "captured_spread": 0.1} for b, ms in (("triton", 4.0), ("cudnn", 6.0))}

@@ -26,6 +26,15 @@ STACK_BYTES = {
         ("largest", "loss_kernel"): 24,
         ("largest", "key_gradient_kernel"): 16,
     },
+    "3.7": {
+        ("published", "loss_kernel"): 56,
+        ("published, deterministic", "loss_kernel"): 8,
+        ("published, scores recomputed", "loss_kernel"): 56,
+        ("128 heads of 128", "loss_kernel"): 40,
+        ("48 heads of 96", "loss_kernel"): 48,
+        ("largest", "loss_kernel"): 24,
+        ("largest", "key_gradient_kernel"): 32,
+    },
     "3.9": {
         ("published", "loss_kernel"): 80,
         ("published, deterministic", "loss_kernel"): 104,

@@ -112,7 +112,7 @@ def _check_range(key: str, value: float | None, low: float, high: float | None, 
     if value is None:
         return
     if value < low or (is_open and value == low) or (high is not None and value > high):
-        legal = f"{'above' if is_open else 'at least'} {low:g}" + (f" and at most {high:g}" if high is not None else "")
+        legal = f"{'above' if is_open else 'at least'} {low}" + (f" and at most {high}" if high is not None else "")
         raise ConfigError(f"{key}={value} is not legal; it must be {legal}")
 
 
@@ -259,8 +259,9 @@ def _check_trainer(trainer: TrainerConfig) -> None:
         )
     if trainer.profiler not in (None, "simple", "advanced", "pytorch"):
         raise ConfigError(f"trainer.profiler={trainer.profiler!r} is not legal; legal values: null, simple, advanced, pytorch")
-    if trainer.max_time is not None and (not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", trainer.max_time) or not re.search("[1-9]", trainer.max_time)):
-        raise ConfigError(f"trainer.max_time={trainer.max_time!r} is not legal; it must be DD:HH:MM:SS above zero, for example 00:01:30:00")
+    limit = trainer.max_time
+    if limit is not None and (not re.fullmatch(r"\d+:([01]\d|2[0-3])(:[0-5]\d){2}", limit) or not re.search("[1-9]", limit)):
+        raise ConfigError(f"trainer.max_time={limit!r} is not legal; it must be DD:HH:MM:SS above zero, for example 00:01:30:00")
 
 
 def check_devices(config: ExperimentConfig) -> None:

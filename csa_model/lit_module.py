@@ -30,6 +30,8 @@ from csa_model.schedulers import build_scheduler
 from csa_model.training_graph import CaptureFailed, MicroStep, TrainingGraph, choose_graph, copied, hand_over
 from kernels import Backend, BackendUnsupported
 
+SHOWN_KEYS = 3  # of each kind of key that does not fit
+
 
 class CSALitModule(L.LightningModule):
     """The decoder with its losses, optimizer and metrics.
@@ -287,8 +289,8 @@ def freeze(decoder: Decoder, config: ExperimentConfig) -> None:
 def load_initial_weights(decoder: Decoder, path: str | Path) -> None:
     """Load weights, and nothing else, from a checkpoint of this project (or a plain state dict of the decoder).
 
-    Raises ConfigError, before anything is changed, for a file that cannot be read and for a checkpoint of another model; the message names every key
-    that does not fit.
+    Raises ConfigError, before anything is changed, for a file that cannot be read and for a checkpoint of another model; the message names the first
+    keys that do not fit and, where the checkpoint knows them, the settings.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
@@ -303,16 +305,23 @@ def load_initial_weights(decoder: Decoder, path: str | Path) -> None:
         raise ConfigError(f"init_from={path} holds no state dict; give a checkpoint that a training run wrote")
     weights = {name.removeprefix("decoder."): value for name, value in state.items()}
     own = decoder.state_dict()
-    problems = [f"missing {name}" for name in own if name not in weights]
-    problems += [f"unexpected {name}" for name in weights if name not in own]
-    problems += [
+    missing = [f"missing {name}" for name in own if name not in weights]
+    unexpected = [f"unexpected {name}" for name in weights if name not in own]
+    different = [
         f"{name} is {list(weights[name].shape)} there and {list(value.shape)} here"
         for name, value in own.items()
         if name in weights and weights[name].shape != value.shape
     ]
-    if problems:
+    number = len(missing) + len(unexpected) + len(different)
+    if number:
+        shown = [line for kind in (missing, unexpected, different) for line in kind[:SHOWN_KEYS]]
+        there = content.get("hyper_parameters", {}).get("config", {}).get("model", {})
+        settings = [
+            f"model.{key}: {there[key]} there, {value} here" for key, value in plain(decoder.config).items() if there.get(key, value) != value
+        ]
+        more = f"; and {number - len(shown)} more" if number > len(shown) else ""
         raise ConfigError(
-            f"init_from={path} is a checkpoint of another model: {len(problems)} keys do not fit: {'; '.join(problems)}. "
-            "Use the model settings that it was trained with"
+            f"init_from={path} is a checkpoint of another model: {number} keys do not fit: {'; '.join(shown)}{more}. "
+            f"Use the model settings that it was trained with{': ' if settings else ''}{'; '.join(settings)}"
         )
     decoder.load_state_dict(weights)

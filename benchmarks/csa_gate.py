@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import provenance, write_json
 from benchmarks.csa_gate_cases import Case, ids_of, inputs_of, pairwise_cases
 from benchmarks.csa_gate_checks import (
     exact_d_score,
@@ -141,7 +142,8 @@ def main() -> int:
     report = run_gate(args.workers, args.only, args.device)
     print("\n".join(report.lines()))
     if args.json:
-        args.json.write_text(json.dumps({"passed": report.passed, "seconds": report.seconds, "records": report.records}, indent=1))
+        gate = {"passed": report.passed, "checks": len(report.records), "seconds": report.seconds}
+        write_json(args.json, provenance() | {"gate": gate, "records": report.records})
     return 0 if report.passed else 1
 
 

@@ -399,6 +399,9 @@ def render() -> str:
     there = {name: read(name) for name in SECTIONS if (RESULTS / f"{name}_{CARD}.json").exists()}
     aimed = aims(there.get("csa_core"), there.get("train_step_small"), there.get("flashmla"))
     lines += ["", *aimed] if aimed else []
+    if (RESULTS / f"csa_gate_{CARD}.json").exists():
+        gate = read("csa_gate")
+        lines += ["", f"The gate of `backend=triton` by itself: {origin(gate)}"]
     for name, result in there.items():
         lines += ["", *"\n".join(SECTIONS[name](result)).rstrip().split("\n")]
     if curve_files():

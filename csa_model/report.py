@@ -207,7 +207,7 @@ def _resumes(run: RunDirectory, resumed_at: int | None, changed: Sequence[str]) 
 
 
 def closing_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The table at the end of a run; a figure that was not measured reads n/a."""
+    """The table at the end of a run; a figure that was not measured reads n/a, those of the diagnostics stand there if these ran."""
     f = facts.get
     resumed = f("resumed_at") or 0
     done = (f("steps") or 0) - resumed
@@ -215,12 +215,15 @@ def closing_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     kl = f"{number(f('indexer_kl_full_csa'), 4)} to full_csa (a uniform guess {number(f('indexer_kl_uniform'), 4)})"
     if f("arm") == "compressed_only":  # full_csa is the yardstick of every arm; what this one learns is its own teacher
         kl += f", {number(f('indexer_kl_compressed_only'), 4)} to compressed_only"
-    return [
-        ("validation loss", f"{number(f('validation_loss'))} nats per token (unigram model {number(f('unigram_loss'))})"),
-        ("bits per byte", f"{number(f('bits_per_byte'))} (unigram model {number(f('unigram_bits_per_byte'))})"),
+    measured = [
         ("indexer KL", kl),
         ("recall@k", f"{number(f('indexer_recall_at_k'))} of the full_csa teacher's own top-k"),
         ("captured mass", f"{number(f('indexer_mass_at_k'))} of the teacher lies on the selected entries"),
+    ]
+    return [
+        ("validation loss", f"{number(f('validation_loss'))} nats per token (unigram model {number(f('unigram_loss'))})"),
+        ("bits per byte", f"{number(f('bits_per_byte'))} (unigram model {number(f('unigram_bits_per_byte'))})"),
+        *(measured if f("indexer_kl_full_csa") is not None else []),
         ("throughput", f"{number(f('tokens_per_second'), 0)} tokens/s"),
         (memory[0], f"{number(memory[1], 2)} GiB"),
         ("time", f"{done} step{'' if done == 1 else 's'} in {number(f('seconds'), 0)} s" + (f", {f('steps')} steps in all" if resumed else "")),

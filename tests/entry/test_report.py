@@ -64,6 +64,8 @@ def test_figures_that_were_not_measured_read_n_a() -> None:
     assert table["validation loss"] == "2.500 nats per token (unigram model 5.000)"
     assert table["bits per byte"] == "n/a (unigram model n/a)"
     assert table["peak process memory"] == "0.50 GiB"  # named for what it is
+    assert table["recall@k"].startswith("n/a")
+    assert "recall@k" not in dict(closing_rows({"steps": 2}))  # the diagnostics did not run
     assert "peak GPU memory" in dict(closing_rows({"peak_memory_gib": 3.0}))
     assert dict(closing_rows({"steps": 15, "resumed_at": 10, "seconds": 5.0}))["time"] == "5 steps in 5 s, 15 steps in all"
 

@@ -122,7 +122,7 @@ class StepProgress(L.Callback):
         self._task: Any = None
         self._last = -1
         self._started = 0.0
-        self._printed: dict[str, float] = {}
+        self._printed: dict[str, Any] = {}
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self._last, self._started = trainer.global_step, time.monotonic()
@@ -155,10 +155,10 @@ class StepProgress(L.Callback):
             return
         self._last = step
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, metrics=_metrics(self._figures(trainer)))
+            self._bar.update(self._task, completed=step, metrics=_metrics(trainer.callback_metrics))
         elif step % self.every == 0 or step == self.max_steps:
-            figures = self._figures(trainer)
-            new = {key: value for key, value in figures.items() if self._printed.get(key) != value}
+            figures = dict(trainer.callback_metrics)
+            new = {key: value for key, value in figures.items() if self._printed.get(key) is not value}  # Lightning keeps what is not measured anew
             self._printed = figures
             print(f"step {step}/{self.max_steps}  {_metrics(new)}  {time.monotonic() - self._started:.0f} s", flush=True)
 
@@ -167,13 +167,9 @@ class StepProgress(L.Callback):
             self._bar.stop()
             self._bar = None
 
-    def _figures(self, trainer: L.Trainer) -> dict[str, float]:
-        metrics = trainer.callback_metrics
-        return {key: float(metrics[key]) for _, key, _ in self.COLUMNS if key in metrics}
 
-
-def _metrics(figures: Mapping[str, float]) -> str:
-    return "  ".join(f"{label} {figures[key]:.{digits}f}" for label, key, digits in StepProgress.COLUMNS if key in figures)
+def _metrics(figures: Mapping[str, Any]) -> str:
+    return "  ".join(f"{label} {float(figures[key]):.{digits}f}" for label, key, digits in StepProgress.COLUMNS if key in figures)
 
 
 def progress(config: TrainerConfig) -> list[L.Callback]:

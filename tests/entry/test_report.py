@@ -84,20 +84,17 @@ def test_a_stage_without_selection_does_not_announce_one() -> None:
 
 
 def test_a_line_of_progress_shows_a_measurement_once(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = StepProgress(max_steps=4, every=1)
-    measured = {
-        0: {},
-        1: {"train/lm_loss": 3.0, "val/loss": 3.5},
-        2: {"train/lm_loss": 2.0, "val/loss": 3.5},
-        3: {"train/lm_loss": 1.0, "val/loss": 2.5},
-    }
-    for step, metrics in measured.items():
-        trainer = SimpleNamespace(global_step=step, is_global_zero=True, callback_metrics=metrics)
+    """What was measured anew is shown, also where it is the same number again."""
+    progress, once = StepProgress(max_steps=4, every=1), torch.tensor(3.5)
+    measured = [{}, {"val/loss": once}, {"val/loss": once}, {"val/loss": torch.tensor(3.5)}]
+    for step, metrics in enumerate(measured):
+        losses = {"train/lm_loss": torch.tensor(4.0 - step)} if step else {}
+        trainer = SimpleNamespace(global_step=step, is_global_zero=True, callback_metrics=losses | metrics)
         if step == 0:
             progress.on_train_start(trainer, None)  # type: ignore[arg-type]
         progress._show(trainer)  # type: ignore[arg-type]
     lines = [line.rsplit("  ", 1)[0] for line in capsys.readouterr().out.splitlines()]
-    assert lines == ["step 1/4  loss 3.000  val 3.500", "step 2/4  loss 2.000", "step 3/4  loss 1.000  val 2.500"]
+    assert lines == ["step 1/4  loss 3.000  val 3.500", "step 2/4  loss 2.000", "step 3/4  loss 1.000  val 3.500"]
 
 
 @pytest.mark.parametrize("error", [ConfigError("key=1 is not legal"), BackendUnsupported("no GPU", "backend=unfused"), OmegaConfBaseException("bad")])

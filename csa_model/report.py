@@ -171,13 +171,14 @@ class Summary:
 
         Its status is finished, or out_of_time where trainer.max_time ended the run before its last step.
         """
-        self.facts["status"] = "finished" if trainer.global_step >= self.config.trainer.max_steps else OUT_OF_TIME
+        limits = self.config.trainer
+        self.facts["status"] = OUT_OF_TIME if limits.max_time is not None and trainer.global_step < limits.max_steps else "finished"
         if not trainer.is_global_zero:
             return self.facts
         self._write(trainer)
         title = f"{self.config.model.name}, teacher {self.config.teacher.name}, seed {self.config.seed}"
         plots = plot_run(self.run.metrics_file, self.run.plots, self.corpus.unigram_loss, title)
-        stopped = f"trainer.max_time={self.config.trainer.max_time} was over before step {self.config.trainer.max_steps}; {self._way_on()}"
+        stopped = f"trainer.max_time={limits.max_time} was over before step {limits.max_steps}; {self._way_on()}"
         ended = [("ended", stopped)] if self.facts["status"] == OUT_OF_TIME else []
         print_table("\nresult", [*ended, *closing_rows(self.facts), ("plots", ", ".join(p.name for p in plots)), ("run folder", str(self.run.path))])
         return self.facts

@@ -66,13 +66,13 @@ def test_rows_of_unknown_documents_train_the_same(accumulate: int, stage: StageC
     results = []
     for choice in ("never", "always"):
         config = make_config(teacher, stage, model, max_steps=6 // accumulate, accumulate_grad_batches=accumulate, cuda_graph=choice)
-        results.append(_fit(config))
+        # AdamW divides a gradient by its size; without a floor under it, rounding would move a scale like a gradient
+        results.append(_fit(dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, eps=1e-8))))
     (plain, plain_trainer), (static, static_trainer) = results
     assert plain.graph is None
     assert static.graph is not None
     for (name, a), (_, b) in zip(plain.decoder.named_parameters(), static.decoder.named_parameters(), strict=True):
-        # AdamW divides a gradient by its size, also where little more than rounding is left of it; three steps move a scale by a thousandth
-        assert (a - b).norm() <= 1e-5 * a.norm() + 2e-6, name
+        assert (a - b).norm() <= 1e-5 * a.norm() + 1e-9, name
     for name, value in plain_trainer.callback_metrics.items():
         assert float(static_trainer.callback_metrics[name]) == pytest.approx(float(value), rel=1e-4, abs=1e-6), name
     for a, b in zip(plain.buffers(), static.buffers(), strict=True):

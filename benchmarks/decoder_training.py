@@ -42,6 +42,8 @@ class DecoderTraining:
         self.parameters: list[nn.Parameter] = list(self.decoder.parameters())
         captured = graph and self.on_gpu and backend.capturable()
         self.graph = TrainingGraph(self._losses, self.decoder, config.data.sequence_length) if captured else None
+        if self.graph is not None:
+            self.optimizer.repeat = self.graph.beside
 
     def step(self, batch: PackedBatch) -> LossTerms:
         """One optimizer step on a row; its losses belong to the next step as soon as that begins."""

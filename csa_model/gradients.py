@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +28,29 @@ def clip_to_norm(parameters: Named, norm: Tensor, max_norm: float) -> None:
     with_grad = [p for _, p in parameters if p.grad is not None]
     if max_norm > 0 and with_grad:
         torch.nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm)
+
+
+class ClippedNorms:
+    """Norms of the gradients of groups of parameters, which are then scaled down to the limit of their group: what `TrainingGraph.beside` repeats.
+
+    Args:
+        groups: name -> parameters and the limit of their joint norm, 0 or less for none.
+    """
+
+    def __init__(self, groups: Mapping[str, tuple[Named, float]]) -> None:
+        self.groups = groups
+
+    def load(self) -> None:
+        """Nothing changes from step to step but the gradients."""
+
+    def run(self) -> dict[str, tuple[list[str], Tensor, Tensor]]:
+        """Names of a group's parameters that have a gradient, the norm of each [P] and the joint norm [], before clipping."""
+        result = {}
+        for name, (parameters, limit) in self.groups.items():
+            names, norms = gradient_norms(parameters)
+            result[name] = names, norms, torch.linalg.vector_norm(norms)
+            clip_to_norm(parameters, result[name][2], limit)
+        return result
 
 
 class FiniteGuard:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from csa_model.backend_choice import choose_backend, compute_dtype, device_type
 from csa_model.config import ConfigError, ExperimentConfig, from_mapping
 from csa_model.data.batch import Divisors, PackedBatch
 from csa_model.decoder import AttentionMode, Decoder, DecoderOutput
-from csa_model.gradients import FiniteGuard, clip_to_norm, gradient_norms
+from csa_model.gradients import ClippedNorms, FiniteGuard
 from csa_model.hyper_connections import HyperHead
 from csa_model.layers import RMSNorm
 from csa_model.losses import LossTerms, cross_entropy_sum, total_loss
@@ -27,7 +27,7 @@ from csa_model.moe import RouterRecord, SwiGLU, update_router_biases
 from csa_model.optimizers import build_optimizer
 from csa_model.run_dir import plain
 from csa_model.schedulers import build_scheduler
-from csa_model.training_graph import CaptureFailed, MicroStep, TrainingGraph, choose_graph, copied, hand_over
+from csa_model.training_graph import CaptureFailed, MicroStep, Prepared, TrainingGraph, choose_graph, copied
 from kernels import Backend, BackendUnsupported
 
 SHOWN_KEYS = 3  # of each kind of key that does not fit
@@ -67,6 +67,8 @@ class CSALitModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = build_optimizer(self.decoder, self.config.optimizer)
+        if self.graph is not None:
+            optimizer.repeat = self._beside_graph
         scheduler = build_scheduler(optimizer, self.config.scheduler, self.config.trainer.max_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", "frequency": 1}}
 
@@ -86,8 +88,8 @@ class CSALitModule(L.LightningModule):
                 terms, router = copied(terms), copied(router)
         self._micro_batches.append((terms, batch))
         for record in router:
-            gate, counts = self._router_counts.get(record.layer, (record.module, torch.zeros_like(record.counts)))
-            self._router_counts[record.layer] = (gate, counts + record.counts)
+            gate, counts = self._router_counts.get(record.layer, (record.module, None))
+            self._router_counts[record.layer] = (gate, record.counts if counts is None else counts + record.counts)
         return terms.total if self.graph is None else terms.total * self.trainer.accumulate_grad_batches
 
     def _graph_step(self, graph: TrainingGraph, batch: PackedBatch) -> MicroStep | None:
@@ -95,13 +97,29 @@ class CSALitModule(L.LightningModule):
         try:
             return graph.run(batch)
         except (BackendUnsupported, CaptureFailed) as error:
-            if self.config.trainer.cuda_graph == "always":
-                remedy = "trainer.cuda_graph=auto, which goes on without, or never"
-                raise BackendUnsupported(f"trainer.cuda_graph=always cannot be honoured: {error}", remedy) from error
+            self._refuse_unless_auto(error)
             rank_zero_warn(f"training goes on without a CUDA graph: {error}")
             graph.release()
             self.graph, self.graph_choice = None, f"none: {error}"
             return None
+
+    def _beside_graph(self, name: str, key: Hashable, prepare: Callable[[], Prepared]) -> Any:
+        """A part of the optimizer step, as a graph beside that of the micro-batches where there is one; see `TrainingGraph.beside`."""
+        if self.graph is None:
+            prepared = prepare()
+            prepared.load()
+            return prepared.run()
+        try:
+            return self.graph.beside(name, key, prepare)
+        except CaptureFailed as error:
+            self._refuse_unless_auto(error)
+            rank_zero_warn(f"training goes on without a CUDA graph of one part: {error}")
+            return self.graph.beside(name, key, prepare)
+
+    def _refuse_unless_auto(self, error: Exception) -> None:
+        if self.config.trainer.cuda_graph == "always":
+            remedy = "trainer.cuda_graph=auto, which goes on without, or never"
+            raise BackendUnsupported(f"trainer.cuda_graph=always cannot be honoured: {error}", remedy) from error
 
     def _losses(self, batch: PackedBatch, divisors: Divisors) -> tuple[LossTerms, list[RouterRecord]]:
         """Losses of one micro-batch, and the loads of its routers."""
@@ -116,7 +134,7 @@ class CSALitModule(L.LightningModule):
             super().backward(loss, *args, **kwargs)
             return
         gradients, self._gradients = self._gradients, []
-        hand_over(self.graph.parameters, gradients, own=self.trainer.accumulate_grad_batches > 1)
+        self.graph.hand_over(gradients, more=self.trainer.accumulate_grad_batches > 1)
 
     def on_fit_start(self) -> None:
         if self.graph is not None and self.trainer.world_size > 1:
@@ -146,11 +164,10 @@ class CSALitModule(L.LightningModule):
             "train/grad_norm": (self._trunk, limits.max_grad_norm),
             "indexer/grad_norm": (self._indexers, limits.indexer_max_grad_norm),
         }
-        for name, (parameters, limit) in groups.items():
-            names, norms = gradient_norms(parameters)
+        places = tuple(p.grad.data_ptr() if p.grad is not None else 0 for parameters, _ in groups.values() for _, p in parameters)
+        for name, (names, norms, joint) in self._beside_graph("norms and clipping", places, lambda: ClippedNorms(groups)).items():
             self._guards[name].check(names, norms, self.trainer.global_step + 1)
-            self._norms[name] = torch.linalg.vector_norm(norms)
-            clip_to_norm(parameters, self._norms[name], limit)
+            self._norms[name] = joint.clone()  # the next micro-batch may overwrite it
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None) -> None:
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)

@@ -7,67 +7,27 @@ carries a `name` (shown beside its learning rate) and an `algorithm`.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
 import torch
 from torch import Tensor, nn
 
+from csa_model import fused_update, muon
 from csa_model.config import OptimizerConfig
+from csa_model.muon import MUON_UPDATE_RMS, NEWTON_SCHULZ_COEFFICIENTS, Coefficients, MuonSettings, Shape, matrix_shape
 from kernels import RowOperations
 
-# Eight steps pull every singular value near 1, two more with a contracting polynomial put it there: 1.0000 to 1.0005 for full-rank matrices.
-NEWTON_SCHULZ_COEFFICIENTS: Coefficients = ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2
-MUON_UPDATE_RMS = 0.18  # root mean square of one update at lr 1, that of AdamW in practice: one learning rate serves both algorithms
-# Of a matrix that is divided by its Frobenius norm: what is all zero stays zero. The momentum of an expert without tokens decays without end; below
-# 1e-19 the squares of fp32 lose it, and divided by too small a norm it would overflow the iteration.
-NORM_FLOOR = 1e-16
-FUSED_ELEMENTS = 2**22  # of products XX^T: up to here launches take longer than passes over memory, so a backend fuses three of them
 _ALGORITHMS = ("muon", "adamw")
-Shape = tuple[int, int]
-Coefficients = Sequence[tuple[float, float, float]]
 
 
-def _normalize(matrices: Tensor, out: Tensor, eps: float = NORM_FLOOR) -> None:
-    """out <- each matrix of a stack [B, n, m] over its Frobenius norm, rounded once to the dtype of `out`, without a copy in between."""
-    # The norm in fp32 at least: squares of small bf16 gradients would lose their low bits.
-    norm = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(matrices.dtype, torch.float32))
-    torch.div(matrices, norm.clamp(min=eps), out=out)
+class Repeat(Protocol):
+    """Runs what `prepare` makes, or made for the same key before; see `TrainingGraph.beside`."""
 
-
-def _newton_schulz(x: Tensor, coefficients: Coefficients, fused: RowOperations | None = None) -> Tensor:
-    """X <- aX + b(XX^T)X + c(XX^T)^2 X for every (a, b, c) of `coefficients`, of matrices [B, n, m >= n] whose norm is at most 1."""
-    for a, b, c in coefficients:
-        gram = x @ x.mT
-        if fused is not None and gram.numel() <= FUSED_ELEMENTS:
-            x = fused.matrix_polynomial(gram, a, b, c) @ x
-            continue
-        # aI + bG + cG^2 as c (G + b/2c I)^2 + (a - b^2/4c) I: with beta other than 0, baddbmm would copy its input first, and this touches diagonals.
-        gram.diagonal(dim1=-2, dim2=-1).add_(b / (2 * c))
-        polynomial = torch.baddbmm(gram, gram, gram, beta=0, alpha=c)
-        polynomial.diagonal(dim1=-2, dim2=-1).add_(a - b * b / (4 * c))
-        x = polynomial @ x
-    return x
-
-
-@torch.no_grad()
-def orthogonalize(matrices: Tensor, coefficients: Coefficients = NEWTON_SCHULZ_COEFFICIENTS, eps: float = NORM_FLOOR) -> Tensor:
-    """Nearest semi-orthogonal matrix of each matrix of a stack, by Newton-Schulz iterations; not differentiable.
-
-    Args:
-        matrices: [B, n, m], each orthogonalised by itself. The dtype of the iteration is that of the input.
-        coefficients: (a, b, c) per step of X <- aX + b(XX^T)X + c(XX^T)^2 X, c not 0.
-        eps: floor of the Frobenius norm; an all-zero matrix stays zero.
-    """
-    tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if tall else matrices
-    out = torch.empty_like(x)
-    _normalize(x, out, eps)
-    x = _newton_schulz(out, coefficients)
-    return x.mT if tall else x
+    def __call__(self, name: str, key: Hashable, prepare: Callable[[], Any], /) -> Any:
+        """The result of its `run`, after its `load`."""
 
 
 @dataclass(frozen=True)
@@ -105,41 +65,6 @@ def _decay_and_add(params: list[Tensor], updates: list[Tensor], decay: float, sc
     torch._fused_sgd_(params, updates, [], weight_decay=decay, lr=scale, **options)
 
 
-def padded_elements(device: torch.device) -> int:
-    """Elements up to which matrices may be padded to join others: what a GPU iterates in less time than the host needs to launch one more batch."""
-    return 2**22 if device.type == "cuda" else 0
-
-
-def batches(counts: Mapping[Shape, int], limit: int) -> dict[Shape, list[Shape]]:
-    """Which matrices are iterated together: size [rows, columns >= rows] of a batch -> the shapes [n, m] of its matrices.
-
-    Shapes that differ only by transposition share a batch. A batch joins the next larger one that can hold its matrices, each padded with zeros, if
-    that makes at most `limit` elements of it: rows and columns of zeros stay zero through every iteration and change nothing else.
-
-    Args:
-        counts: matrices of each shape.
-    """
-    shapes: dict[Shape, list[Shape]] = defaultdict(list)
-    number: dict[Shape, int] = defaultdict(int)
-    for shape, count in counts.items():
-        size = (min(shape), max(shape))
-        shapes[size].append(shape)
-        number[size] += count
-    for size in sorted(shapes, key=lambda s: (math.prod(s), s)):
-        hosts = [s for s in shapes if s != size and s[0] >= size[0] and s[1] >= size[1]]
-        host = min(hosts, key=lambda s: (math.prod(s), s), default=size)
-        if host != size and number[size] * math.prod(host) <= limit:
-            shapes[host] += shapes.pop(size)
-            number[host] += number.pop(size)
-    return dict(shapes)
-
-
-def _corner(batch: Tensor, shape: Shape) -> Tensor:
-    """The part of batch [B, rows, columns] that holds matrices of `shape`, as [B, n, m]."""
-    corner = batch[:, : min(shape), : max(shape)]
-    return corner.mT if shape[0] > shape[1] else corner
-
-
 class MuonAdamW(torch.optim.Optimizer):
     """Muon or AdamW per parameter group.
 
@@ -147,7 +72,8 @@ class MuonAdamW(torch.optim.Optimizer):
     and `eps`. A Muon parameter is a matrix [n, m], a stack [E, n, m] of which every matrix is orthogonalised by itself, or a matrix that holds
     `matrices[i]` equal blocks of rows, orthogonalised one by one (the grouped output projection: its groups read different inputs). Matrices of one
     shape, of whatever parameter, are iterated as one batch, in bfloat16 on CUDA and in the parameter's dtype elsewhere; on CUDA small ones join a
-    batch of larger ones. `fused`: a backend's form of the passes around the iteration.
+    batch of larger ones. `fused`: a backend's form of the passes around the iteration. `repeat`, an attribute: with `fused`, may run an update that
+    is prepared already, for instance as a CUDA graph; copies of the optimizer do without.
 
     Raises ValueError for an unknown algorithm, a Muon parameter that is no matrix, a parameter that is not contiguous, a sharded parameter
     (orthogonalisation needs whole matrices), or `update_rms` that is not positive.
@@ -164,10 +90,9 @@ class MuonAdamW(torch.optim.Optimizer):
     ) -> None:
         if not update_rms > 0:
             raise ValueError(f"update_rms={update_rms} is not legal; it must be above 0")
-        self.update_rms = update_rms
-        self.coefficients = tuple(coefficients)
-        self.newton_schulz_dtype = newton_schulz_dtype
+        self.settings = MuonSettings(update_rms, tuple(coefficients), newton_schulz_dtype)
         self.fused = fused
+        self.repeat: Repeat | None = None
         defaults = {"lr": 1e-3, "weight_decay": 0.0, "momentum": 0.95, "betas": (0.9, 0.95), "eps": 1e-20, "matrices": None}
         super().__init__(params, defaults)
 
@@ -190,8 +115,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy keeps what torch's own would drop."""
-        kept = ("update_rms", "coefficients", "newton_schulz_dtype", "fused")
-        return super().__getstate__() | {name: getattr(self, name) for name in kept}
+        return super().__getstate__() | {"settings": self.settings, "fused": self.fused, "repeat": None}
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -204,11 +128,25 @@ class MuonAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.fused is not None and fused_update.fits(self.param_groups, self.settings):
+            self._step_fused(self.fused)
+            return loss
         self._step_muon([g for g in self.param_groups if g["algorithm"] == "muon"])
         for group in self.param_groups:
             if group["algorithm"] == "adamw":
                 self._step_adamw(group)
         return loss
+
+    def _step_fused(self, fused: RowOperations) -> None:
+        def prepare() -> fused_update.FusedUpdate:
+            return fused_update.FusedUpdate(self.param_groups, self.state, fused, self.settings)
+
+        if self.repeat is not None:
+            self.repeat("the optimizer's update", fused_update.signature(self.param_groups, self.state), prepare)
+            return
+        update = prepare()
+        update.load()
+        update.run()
 
     def _step_muon(self, groups: list[dict[str, Any]]) -> None:
         places: dict[tuple[torch.device, torch.dtype], dict[Shape, list[_Member]]] = defaultdict(lambda: defaultdict(list))
@@ -218,51 +156,25 @@ class MuonAdamW(torch.optim.Optimizer):
                     continue
                 if "momentum_buffer" not in self.state[p]:
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-                matrices = p.shape[0] if p.ndim == 3 else blocks
-                shape = (p.shape[-2] if p.ndim == 3 else p.shape[0] // blocks, p.shape[-1])
-                places[p.device, p.dtype][shape].append(_Member(p, group, matrices))
-        for (device, dtype), of_shape in places.items():
+                places[p.device, p.dtype][matrix_shape(p, blocks)].append(_Member(p, group, p.shape[0] if p.ndim == 3 else blocks))
+        for (device, _), of_shape in places.items():
             counts = {shape: sum(member.matrices for member in members) for shape, members in of_shape.items()}
-            together = batches(counts, padded_elements(device))
-            # the longest first: the host launches the others while the device is at it
-            order = sorted(together, key=lambda s: -s[0] * math.prod(s) * sum(counts[shape] for shape in together[s]))
-            work = self.newton_schulz_dtype or (torch.bfloat16 if device.type == "cuda" else dtype)
-            # the fused form rounds before it divides, which in float16 would lose updates
-            if self.fused is None or work not in (torch.bfloat16, torch.float32):
-                self._update(of_shape, {size: together[size] for size in order}, work)
-                continue
-            for size in order:
-                self._update_fused(self.fused, size, {shape: of_shape[shape] for shape in together[size]}, work)
+            self._update(of_shape, muon.batches(counts, muon.padded_elements(device)))
 
-    def _update(self, of_shape: Mapping[Shape, list[_Member]], together: Mapping[Shape, list[Shape]], work: torch.dtype) -> None:
+    def _update(self, of_shape: Mapping[Shape, list[_Member]], together: Mapping[Shape, list[Shape]]) -> None:
         """One update of the parameters of one device and dtype, iterated in batches `together`."""
         # The updates of one shape lie one after the other, so that one launch packs them into a batch and another unpacks them.
         counts = {shape: sum(member.matrices for member in members) for shape, members in of_shape.items()}
         like = next(iter(of_shape.values()))[0].parameter
-        sizes = [counts[shape] * math.prod(shape) for shape in counts]
+        sizes = [counts[shape] * shape[0] * shape[1] for shape in counts]
         blocks = torch.zeros(sum(sizes), dtype=like.dtype, device=like.device).split(sizes)
         updates = {shape: block.view(counts[shape], *shape) for shape, block in zip(counts, blocks, strict=True)}
         parts = {shape: _parts(updates[shape], members) for shape, members in of_shape.items()}
         self._gather_momentum([pair for shape, members in of_shape.items() for pair in zip(members, parts[shape], strict=True)])
         for size, shapes in together.items():
-            _orthogonalize_together(size, {shape: updates[shape] for shape in shapes}, work, self.coefficients)
-        self._apply([(max(shape), *pair) for shape, members in of_shape.items() for pair in zip(members, parts[shape], strict=True)])
-
-    def _update_fused(self, fused: RowOperations, size: Shape, of_shape: Mapping[Shape, list[_Member]], work: torch.dtype) -> None:
-        """The same of parameters whose matrices make one batch of `size`; their updates exist in the batch alone."""
-        alike: dict[tuple[Shape, float, float, float], list[_Member]] = defaultdict(list)
-        for shape, members in of_shape.items():
-            for member in members:
-                alike[shape, member.group["momentum"], member.group["lr"], member.group["weight_decay"]].append(member)
-        counts = [sum(member.matrices for member in members) for members in alike.values()]
-        batch = _batch(size, of_shape, sum(counts), work, next(iter(alike.values()))[0].parameter.device)
-        for ((shape, momentum, *_), members), slot in zip(alike.items(), batch.split(counts), strict=True):
-            params = [member.parameter for member in members]
-            buffers = [self.state[p]["momentum_buffer"] for p in params]
-            fused.gather_momentum(_stacks(_gradients(params), shape), _stacks(buffers, shape), momentum, _corner(slot, shape), NORM_FLOOR)
-        for ((shape, _, lr, decay), members), slot in zip(alike.items(), _newton_schulz(batch, self.coefficients, fused).split(counts), strict=True):
-            params = [member.parameter for member in members]
-            fused.decay_and_add(_stacks(params, shape), _corner(slot, shape), lr * decay, lr * self.update_rms * math.sqrt(max(shape)))
+            work = self.settings.dtype_of(like)
+            muon.orthogonalize_together(size, {shape: updates[shape] for shape in shapes}, work, self.settings.coefficients)
+        self._apply([(self.settings.scale(shape), *pair) for shape, members in of_shape.items() for pair in zip(members, parts[shape], strict=True)])
 
     def _gather_momentum(self, pairs: list[tuple[_Member, Tensor]]) -> None:
         """Momentum and updates of parameters of one device and dtype, each with its update, which is zero before."""
@@ -271,14 +183,13 @@ class MuonAdamW(torch.optim.Optimizer):
             params = [p for p, _ in chosen]
             _nesterov([update for _, update in chosen], _gradients(params), [self.state[p]["momentum_buffer"] for p in params], momentum)
 
-    def _apply(self, updates: list[tuple[int, _Member, Tensor]]) -> None:
-        """Decay and orthogonalised updates of parameters of one device and dtype, each with the longer side of its matrices."""
-        alike: dict[tuple[int, float, float], list[tuple[Tensor, Tensor]]] = defaultdict(list)
-        for longest, member, update in updates:
-            alike[longest, member.group["lr"], member.group["weight_decay"]].append((member.parameter, update))
-        for (longest, lr, decay), pairs in alike.items():
-            rms = self.update_rms * math.sqrt(longest)
-            _decay_and_add([p for p, _ in pairs], [update for _, update in pairs], decay / rms, lr * rms)
+    def _apply(self, updates: list[tuple[float, _Member, Tensor]]) -> None:
+        """Decay and orthogonalised updates of parameters of one device and dtype, each with the factor of its matrices."""
+        alike: dict[tuple[float, float, float], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        for scale, member, update in updates:
+            alike[scale, member.group["lr"], member.group["weight_decay"]].append((member.parameter, update))
+        for (scale, lr, decay), pairs in alike.items():
+            _decay_and_add([p for p, _ in pairs], [update for _, update in pairs], decay / scale, lr * scale)
 
     def _step_adamw(self, group: dict[str, Any]) -> None:
         alike: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = defaultdict(list)
@@ -303,27 +214,6 @@ def _parts(updates: Tensor, members: list[_Member]) -> list[Tensor]:
     """The updates [sum of matrices, n, m] of `members`, each in the shape of its parameter."""
     parts = updates.split([member.matrices for member in members])
     return [part.view_as(member.parameter) for part, member in zip(parts, members, strict=True)]
-
-
-def _stacks(tensors: Iterable[Tensor], shape: Shape) -> list[Tensor]:
-    """Every tensor as a stack of matrices of `shape`."""
-    return [t.view(t.numel() // max(1, math.prod(shape)), *shape) for t in tensors]
-
-
-def _batch(size: Shape, shapes: Iterable[Shape], count: int, work: torch.dtype, device: torch.device) -> Tensor:
-    """[count, *size] for matrices of `shapes` in its corners, zeros where one is smaller."""
-    padded = any(sorted(shape) != list(size) for shape in shapes)
-    return (torch.zeros if padded else torch.empty)(count, *size, dtype=work, device=device)
-
-
-def _orthogonalize_together(size: Shape, updates: Mapping[Shape, Tensor], work: torch.dtype, coefficients: Coefficients) -> None:
-    """One orthogonalisation, in place, of stacks `updates` [k, n, m] of several shapes, each matrix in the corner of one of `size`."""
-    counts = [len(stack) for stack in updates.values()]
-    batch = _batch(size, updates, sum(counts), work, next(iter(updates.values())).device)
-    for (shape, stack), slot in zip(updates.items(), batch.split(counts), strict=True):
-        _normalize(stack, _corner(slot, shape))
-    for (shape, stack), slot in zip(updates.items(), _newton_schulz(batch, coefficients).split(counts), strict=True):
-        stack.copy_(_corner(slot, shape))
 
 
 def parameter_groups(decoder: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
@@ -356,18 +246,18 @@ def parameter_groups(decoder: nn.Module, config: OptimizerConfig) -> list[dict[s
     for name, members in groups.items():
         if not members:
             continue
-        muon = config.name == "muon_adamw" and name.endswith("matrices")
+        by_muon = config.name == "muon_adamw" and name.endswith("matrices")
         group: dict[str, Any] = {
             "name": name,
             "params": [p for _, p in members],
-            "algorithm": "muon" if muon else "adamw",
+            "algorithm": "muon" if by_muon else "adamw",
             "lr": config.lr * (config.indexer_lr_multiplier if name.startswith("indexer") else 1.0),
             "weight_decay": config.weight_decay if name in ("trunk_matrices", "embeddings") else 0.0,
             "momentum": config.muon_momentum,
             "betas": tuple(config.betas),
             "eps": config.eps,
         }
-        if muon:
+        if by_muon:
             group["matrices"] = [o_groups if n.endswith(("attn.wo_a", "attn.wo_a.weight")) else 1 for n, _ in members]
         result.append(group)
     return result

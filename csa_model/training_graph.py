@@ -2,15 +2,16 @@
 """Forward, losses and backward of one micro-batch as a CUDA graph: the host launches it as one thing, where it would launch thousands of kernels.
 
 A graph repeats its kernels with the same shapes and addresses. So the row is copied into tensors that stay, its documents reach the device only
-(`StaticLayout`), and the divisors of the losses are read from the device. Optimizer, clipping, logging, validation and diagnostics stay outside.
+(`StaticLayout`), and the divisors of the losses are read from the device. Clipping and the optimizer's update are graphs of their own beside it;
+logging, validation and diagnostics stay outside.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,26 @@ class CaptureFailed(RuntimeError):
 
 
 Compute = Callable[[PackedBatch, Divisors], tuple[LossTerms, list[RouterRecord]]]
+
+
+class Prepared(Protocol):
+    """A part of the optimizer step on tensors that stay where they are."""
+
+    def load(self) -> None:
+        """Bring what changes from step to step to the device."""
+
+    def run(self) -> Any:
+        """Launch kernels, the same ones every time, and wait for nothing."""
+
+
+@dataclass
+class _Beside:
+    """A prepared part, and its graph and result once it has been captured."""
+
+    key: Hashable
+    prepared: Prepared
+    captured: tuple[torch.cuda.CUDAGraph, Any] | None = None
+    refused: bool = False
 
 
 class _Room:
@@ -97,6 +118,9 @@ class TrainingGraph:
         self._state: tuple[object, ...]
         self._room: _Room | None
         self._captured: tuple[torch.cuda.CUDAGraph, MicroStep] | None
+        self._stream: torch.cuda.Stream | None  # of the captures: memory is used again on the stream that it was taken on only
+        self._beside: dict[str, _Beside]
+        self._sums: dict[nn.Parameter, Tensor]
         self._plain_steps: int
         self.hidden_bytes: int  # allocated in the graph's own memory, beyond what the allocator counts
         self.release()
@@ -126,12 +150,65 @@ class TrainingGraph:
             return self._step(self._room)
         if self._captured is None:
             try:
-                self._captured = self._capture(self._room)
+                room = self._room
+                self._captured = self._capture(lambda: self._step(room), room.divisors.device)
             except Exception as error:
-                raise CaptureFailed(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}") from error
+                raise CaptureFailed(_cause(error)) from error
         graph, result = self._captured
         graph.replay()
         return result
+
+    def beside(self, name: str, key: Hashable, prepare: Callable[[], Prepared]) -> Any:
+        """`load`, then `run` of what `prepare` makes, and the result of `run`; from the second call with the same `key` on as a graph.
+
+        That graph takes its temporary memory from that of the micro-batch, so the result belongs to it: read or copy it before the next micro-batch.
+        As long as the micro-batches are plain ones, so is this.
+
+        Args:
+            key: equal only where `prepare` would make the same again: addresses of the tensors that are read and written, and numbers that are
+                not loaded.
+
+        Raises:
+            CaptureFailed: `run` cannot be captured. Nothing was loaded or computed; from the next call on it runs plainly, until the micro-batch is
+                captured anew.
+        """
+        if self._room is None or self._captured is None or torch.is_anomaly_enabled():
+            prepared = prepare()
+            prepared.load()
+            return prepared.run()
+        known = self._beside.get(name)
+        first = known is None or known.key != key
+        if known is None or known.key != key:
+            known = self._beside[name] = _Beside(key, prepare(), refused=known is not None and known.refused)
+        if known.captured is None and not first and not known.refused:
+            try:
+                known.captured = self._capture(known.prepared.run, self._room.divisors.device, self._captured[0].pool())
+            except Exception as error:
+                known.refused = True
+                raise CaptureFailed(f"{name}: {_cause(error)}") from error
+        known.prepared.load()
+        if known.captured is None:
+            return known.prepared.run()
+        graph, result = known.captured
+        graph.replay()
+        return result
+
+    def hand_over(self, gradients: Sequence[Tensor | None], more: bool) -> None:
+        """Add the gradients of a micro-batch to `.grad`. `more`: more micro-batches belong to the step, so they are summed in memory of its own."""
+        pairs = [(p, g) for p, g in zip(self.parameters, gradients, strict=True) if g is not None]
+        known = [(p.grad, g) for p, g in pairs if p.grad is not None]
+        new = [(p, g) for p, g in pairs if p.grad is None]
+        if new and not more:
+            for p, g in new:
+                p.grad = g
+        elif new:  # the same memory in every step, so that what is beside can be a graph
+            for p, g in new:
+                p.grad = self._sums.get(p)
+                if p.grad is None:
+                    p.grad = self._sums[p] = torch.empty_like(g)
+            torch._foreach_copy_([p.grad for p, _ in new if p.grad is not None], [g for _, g in new])
+        if known:
+            torch._foreach_add_([grad for grad, _ in known], [g for _, g in known])
 
     def _state_now(self) -> tuple[object, ...]:
         """What a graph has taken for granted about the module."""
@@ -160,17 +237,20 @@ class TrainingGraph:
         router = [dataclasses.replace(record, balance_sum=record.balance_sum.detach()) for record in router]
         return MicroStep(terms, router, _as_optimizers_expect(self.parameters, gradients))
 
-    def _capture(self, room: _Room) -> tuple[torch.cuda.CUDAGraph, MicroStep]:
-        device, failure = room.divisors.device, None
+    def _capture(self, function: Callable[[], T], device: torch.device, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
+        """The graph of `function` and its result; `pool`: memory of a graph that is replayed before this one, each time."""
+        failure = None
         graph, outside = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
         # weights that autocast has rounded before are not those of the steps to come: the graph must round them itself
         torch.clear_autocast_cache()
         torch.cuda.reset_peak_memory_stats(device)
         try:
             # thread_local: other threads, such as one that pins memory for the next rows, may go on
-            with torch.cuda.device(device), torch.cuda.graph(graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"):
+            with torch.cuda.device(device), torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
                 try:
-                    result = self._step(room)
+                    result = function()
                 except Exception as error:
                     failure = error
                     raise
@@ -182,13 +262,19 @@ class TrainingGraph:
             raise
         finally:
             torch.clear_autocast_cache()
-        self.hidden_bytes = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+        # graphs that share their memory share what is temporary in it
+        self.hidden_bytes = max(self.hidden_bytes, torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device))
         torch.cuda.reset_peak_memory_stats(device)  # from now on the peak is that of the rest, beside the graph's memory
         return graph, result
 
 
 def _nothing_yet() -> dict[str, Any]:
-    return {"_watched": [], "_state": (), "_room": None, "_captured": None, "_plain_steps": 0, "hidden_bytes": 0}
+    nothing: dict[str, Any] = {"_watched": [], "_state": (), "_room": None, "_captured": None, "_stream": None, "_beside": {}, "_sums": {}}
+    return nothing | {"_plain_steps": 0, "hidden_bytes": 0}
+
+
+def _cause(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
 
 
 def _refuse_hooks(module: nn.Module) -> None:
@@ -232,17 +318,6 @@ def _copied(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.replace(value, **{field.name: _copied(getattr(value, field.name)) for field in dataclasses.fields(value)})
     return value
-
-
-def hand_over(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], own: bool) -> None:
-    """Add gradients to `.grad`. `own`: in memory of their own, because more micro-batches will be added before the optimizer reads them."""
-    pairs = [(p, g) for p, g in zip(parameters, gradients, strict=True) if g is not None]
-    known = [(p.grad, g) for p, g in pairs if p.grad is not None]
-    for p, g in pairs:
-        if p.grad is None:
-            p.grad = g.clone() if own else g
-    if known:
-        torch._foreach_add_([grad for grad, _ in known], [g for _, g in known])
 
 
 def choose_graph(config: ExperimentConfig, backend: Backend, device_type: str) -> tuple[bool, str]:

@@ -11,7 +11,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -139,19 +139,26 @@ class RowOperations(Protocol):
             experts: int64 [T, K]. document: int64 [T], N for padding. lengths: fp32 [N + 1], infinity at N.
         """
 
-    def gather_momentum(self, grads: Sequence[Tensor], buffers: Sequence[Tensor], momentum: float, out: Tensor, eps: float) -> None:
+    def at_their_addresses(self, tensors: Sequence[Tensor]) -> Any:
+        """What the next functions take as matrices: those of contiguous stacks [k, n, m] of one dtype, which must stay where they are in memory."""
+
+    def gather_momentum(self, grads: Any, buffers: Any, momentum: float, out: Tensor, eps: float) -> None:
         """buffers <- momentum * buffers + grads, then out <- each matrix of grads + momentum * buffers over max(its Frobenius norm, eps).
 
         Args:
-            grads, buffers: contiguous stacks [k, n, m] of one dtype, together as many matrices as `out` has.
+            grads, buffers: of `at_their_addresses`, of one dtype, as many matrices as `out` has.
             out: [B, n, m], with rows or columns that lie together in memory: part of larger matrices, or turned.
         """
 
     def matrix_polynomial(self, gram: Tensor, a: float, b: float, c: float) -> Tensor:
         """aI + bG + cG^2 of each matrix of `gram` [B, n, n], contiguous: summed in fp32, rounded once."""
 
-    def decay_and_add(self, params: Sequence[Tensor], updates: Tensor, decay: float, scale: float) -> None:
-        """params <- params - (decay * params + scale * updates), of params as the grads and updates as the `out` of `gather_momentum`."""
+    def decay_and_add(self, params: Any, updates: Tensor, rate: Tensor, decay: float, scale: float) -> None:
+        """params <- params - rate * (decay * params + scale * updates), of params as the grads and updates as the `out` of `gather_momentum`.
+
+        Args:
+            rate: float32, one number, read from the device.
+        """
 
     def around_sublayer(
         self, streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float, norm_eps: float

@@ -3,10 +3,11 @@
 batch, decay and update of the parameters on the way back. Both turn what the batch holds turned.
 
     buffer <- momentum * buffer + grad        u = grad + momentum * buffer        out <- u / max(|u|, eps)
-    param  <- param - (decay * param + scale * update)
+    param  <- param - rate * (decay * param + scale * update)
     polynomial = a I + b G + c G^2, of what the iteration multiplies by, in one kernel
 
-The matrices lie in many tensors. A kernel finds them by a table of their addresses, so one launch serves all of a shape.
+The matrices lie in many tensors. A kernel finds them by a table of their addresses, so one launch serves all of a shape. What changes from step to
+step, the rate, is read from the device, so that a CUDA graph can repeat the launches.
 
 Legend: B matrices of n rows and m columns, in tensors of k each.
 """
@@ -14,7 +15,7 @@ Legend: B matrices of n rows and m columns, in tensors of k each.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -82,14 +83,14 @@ def divide_kernel(OUT, SQUARES, tiles, eps, rows, columns, to_matrix, to_row, to
 
 @triton.jit
 def decay_and_add_kernel(
-    PARAMS, LIKE, UPDATES, decay, scale, rows, columns, from_matrix, from_row, from_column, ALIGNED: tl.constexpr, TILE: tl.constexpr
+    PARAMS, LIKE, UPDATES, RATE, decay, scale, rows, columns, from_matrix, from_row, from_column, ALIGNED: tl.constexpr, TILE: tl.constexpr
 ):
-    """PARAMS is a table; from_*: strides of UPDATES. Programs as for `momentum_kernel`."""
+    """PARAMS is a table; from_*: strides of UPDATES; RATE: one number. Programs as for `momentum_kernel`."""
     matrix, row, column, real = _place(rows, columns, TILE)
     update = tl.load(UPDATES + matrix * from_matrix + row * from_row + column * from_column, mask=real, other=0.0).to(tl.float32)
     at = _address(PARAMS, matrix, LIKE, ALIGNED) + (row * columns + column)
     param = tl.load(at, mask=real, other=0.0).to(tl.float32)
-    tl.store(at, (param - (decay * param + scale * update)).to(LIKE.dtype.element_ty), mask=real)
+    tl.store(at, (param - tl.load(RATE) * (decay * param + scale * update)).to(LIKE.dtype.element_ty), mask=real)
 
 
 @triton.jit
@@ -116,46 +117,63 @@ def polynomial_kernel(GRAM, OUT, a, b, c, N: tl.constexpr, BLOCK: tl.constexpr, 
     tl.store(OUT + at, result.to(OUT.dtype.element_ty), mask=real)
 
 
-@lru_cache(maxsize=256)  # parameters and momentum stay where they are, the gradients of a CUDA graph too
-def _table(places: tuple[tuple[int, int], ...], size: int, device: torch.device) -> Tensor:
-    """Addresses int64 [B] of matrices of `size` bytes each, of tensors (address, number of matrices)."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("a CUDA graph cannot hold the addresses of parameters and gradients: leave the optimizer step out of it")
-    addresses = [first + i * size for first, count in places for i in range(count)]
+@dataclass(frozen=True)
+class Matrices:
+    """Matrices [n, m] of one dtype and device in many tensors, which must stay where they are: `table` int64 [B] holds the address of each."""
+
+    tensors: tuple[Tensor, ...]
+    table: Tensor
+    aligned: bool  # every matrix begins at a multiple of 16 bytes
+
+    @property
+    def shape(self) -> torch.Size:
+        """[n, m]."""
+        return self.tensors[0].shape[1:]
+
+
+def at_their_addresses(tensors: Sequence[Tensor]) -> Matrices:
+    """The matrices of stacks [k, n, m] of one shape [n, m], contiguous, in one of bfloat16, float16 and float32.
+
+    The host waits for nothing. Not within the capture of a CUDA graph, which could hold no addresses that come from the host.
+
+    Raises:
+        ValueError: no stack, or shapes, dtypes or strides that do not fit.
+    """
+    if not tensors:
+        raise ValueError("no stack of matrices was given")
+    shape, dtype, device = tensors[0].shape[1:], tensors[0].dtype, tensors[0].device
+    if any(t.dim() != 3 or t.shape[1:] != shape or t.dtype != dtype or not t.is_contiguous() for t in tensors) or dtype not in DTYPES:
+        got = ", ".join(f"{list(t.shape)} with strides {t.stride()} in {t.dtype}" for t in tensors)
+        raise ValueError(f"contiguous stacks [k, n, m] of one shape [n, m] and one dtype of {', '.join(map(str, DTYPES))} are needed, got {got}")
+    size = shape.numel() * tensors[0].element_size()
+    addresses = [t.data_ptr() + i * size for t in tensors for i in range(t.shape[0])]
     # from pinned memory: the host waits for nothing
-    return torch.tensor(addresses, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    table = torch.tensor(addresses, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    return Matrices(tuple(tensors), table, all(address % 16 == 0 for address in addresses))
 
 
-def _tables(*lists: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
-    """The tables of lists of tensors [k, n, m], and whether all matrices begin at multiples of 16 bytes."""
-    size = lists[0][0].shape[1:].numel() * lists[0][0].element_size()
-    places = [tuple((t.data_ptr(), t.shape[0]) for t in tensors) for tensors in lists]
-    aligned = size % 16 == 0 and all(address % 16 == 0 for place in places for address, _ in place)
-    return [_table(place, size, lists[0][0].device) for place in places], aligned
-
-
-def _check(batch: Tensor, *lists: Sequence[Tensor]) -> None:
-    shape, dtype = batch.shape[1:], lists[0][0].dtype
-    if batch.dim() != 3 or not {dtype, batch.dtype} <= set(DTYPES) or (1 not in batch.stride()[1:] and shape.numel() > 1):
+def _check(batch: Tensor, *lists: Matrices) -> None:
+    shape = batch.shape[1:]
+    if batch.dim() != 3 or batch.dtype not in DTYPES or (1 not in batch.stride()[1:] and shape.numel() > 1):
         legal = ", ".join(map(str, DTYPES))
         raise ValueError(
-            f"a batch must be [B, n, m] whose rows or columns lie together, its matrices and it in {legal}, got {list(batch.shape)} with strides "
-            f"{batch.stride()} in {batch.dtype}, and {dtype}"
+            f"a batch must be [B, n, m] whose rows or columns lie together, in {legal}, got {list(batch.shape)} with strides {batch.stride()} "
+            f"in {batch.dtype}"
         )
-    for tensors in lists:
-        if any(t.shape[1:] != shape or t.dtype != dtype or not t.is_contiguous() for t in tensors) or sum(t.shape[0] for t in tensors) != len(batch):
-            got = ", ".join(f"{list(t.shape)} with strides {t.stride()} in {t.dtype}" for t in tensors)
-            raise ValueError(f"{len(batch)} contiguous matrices {list(shape)} of one dtype are needed, got {got}")
+    dtypes = {matrices.tensors[0].dtype for matrices in lists}
+    if len(dtypes) > 1 or any(matrices.shape != shape or len(matrices.table) != len(batch) for matrices in lists):
+        got = ", ".join(f"{len(matrices.table)} matrices {list(matrices.shape)} in {matrices.tensors[0].dtype}" for matrices in lists)
+        raise ValueError(f"{len(batch)} matrices {list(shape)} of one dtype are needed, got {got}")
 
 
-def gather_momentum(grads: Sequence[Tensor], buffers: Sequence[Tensor], momentum: float, out: Tensor, eps: float) -> None:
+def gather_momentum(grads: Matrices, buffers: Matrices, momentum: float, out: Tensor, eps: float) -> None:
     """buffers <- momentum * buffers + grads, then out <- each matrix of grads + momentum * buffers over max(its Frobenius norm, eps).
 
     The norm is that in fp32, summed in a fixed order; `out` is rounded before the division and after it.
 
     Args:
-        grads, buffers: tensors [k, n, m], contiguous, in one of bfloat16, float16 and float32; as many matrices as `out` has.
-        out: [B, n, m] in one of these dtypes, with rows or columns that lie together: part of larger matrices, or turned.
+        grads, buffers: of one dtype, as many as `out` has.
+        out: [B, n, m] in bfloat16, float16 or float32, with rows or columns that lie together: part of larger matrices, or turned.
 
     Raises:
         ValueError: shapes, dtypes or strides that do not fit.
@@ -166,31 +184,32 @@ def gather_momentum(grads: Sequence[Tensor], buffers: Sequence[Tensor], momentum
     count, rows, columns = out.shape
     tiles = ceil_div(rows, TILE) * ceil_div(columns, TILE)
     squares = torch.empty(count * tiles, dtype=torch.float32, device=out.device)
-    (grad_table, buffer_table), aligned = _tables(grads, buffers)
+    aligned = grads.aligned and buffers.aligned
     where = (rows, columns, *out.stride())
     with on_device_of(out):
-        operands = (grad_table, buffer_table, grads[0], out, squares, float(momentum), *where)
+        operands = (grads.table, buffers.table, grads.tensors[0], out, squares, float(momentum), *where)
         momentum_kernel[(count * tiles,)](*operands, ALIGNED=aligned, TILE=TILE, num_warps=4)
         divide_kernel[(count * tiles,)](out, squares, tiles, eps, *where, SUMS=SUMS, TILE=TILE, num_warps=4)
 
 
-def decay_and_add(params: Sequence[Tensor], updates: Tensor, decay: float, scale: float) -> None:
-    """params <- params - (decay * params + scale * updates).
+def decay_and_add(params: Matrices, updates: Tensor, rate: Tensor, decay: float, scale: float) -> None:
+    """params <- params - rate * (decay * params + scale * updates).
 
     Args:
-        params: tensors [k, n, m] as the `grads` of `gather_momentum`. updates: [B, n, m] as its `out`.
+        updates: [B, n, m] as the `out` of `gather_momentum`. rate: float32, one number on the device.
 
     Raises:
         ValueError: shapes, dtypes or strides that do not fit.
     """
     _check(updates, params)
+    if rate.dtype != torch.float32 or rate.numel() != 1 or rate.device != updates.device:
+        raise ValueError(f"rate must be one float32 on {updates.device}, got {list(rate.shape)} in {rate.dtype} on {rate.device}")
     if not updates.numel():
         return
     count, rows, columns = updates.shape
-    (table,), aligned = _tables(params)
-    operands = (table, params[0], updates, float(decay), float(scale), rows, columns, *updates.stride())
+    operands = (params.table, params.tensors[0], updates, rate, float(decay), float(scale), rows, columns, *updates.stride())
     with on_device_of(updates):
-        decay_and_add_kernel[(count * ceil_div(rows, TILE) * ceil_div(columns, TILE),)](*operands, ALIGNED=aligned, TILE=TILE, num_warps=4)
+        decay_and_add_kernel[(count * ceil_div(rows, TILE) * ceil_div(columns, TILE),)](*operands, ALIGNED=params.aligned, TILE=TILE, num_warps=4)
 
 
 def matrix_polynomial(gram: Tensor, a: float, b: float, c: float) -> Tensor:

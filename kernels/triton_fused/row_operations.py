@@ -55,7 +55,11 @@ class TritonRowOperations:
         """See `expert_load.balance`."""
         return expert_load.balance(scores, experts, document, lengths)
 
-    def gather_momentum(self, grads: Sequence[Tensor], buffers: Sequence[Tensor], momentum: float, out: Tensor, eps: float) -> None:
+    def at_their_addresses(self, tensors: Sequence[Tensor]) -> matrices.Matrices:
+        """See `matrices.at_their_addresses`."""
+        return matrices.at_their_addresses(tensors)
+
+    def gather_momentum(self, grads: matrices.Matrices, buffers: matrices.Matrices, momentum: float, out: Tensor, eps: float) -> None:
         """See `matrices.gather_momentum`."""
         matrices.gather_momentum(grads, buffers, momentum, out, eps)
 
@@ -63,9 +67,9 @@ class TritonRowOperations:
         """See `matrices.matrix_polynomial`."""
         return matrices.matrix_polynomial(gram, a, b, c)
 
-    def decay_and_add(self, params: Sequence[Tensor], updates: Tensor, decay: float, scale: float) -> None:
+    def decay_and_add(self, params: matrices.Matrices, updates: Tensor, rate: Tensor, decay: float, scale: float) -> None:
         """See `matrices.decay_and_add`."""
-        matrices.decay_and_add(params, updates, decay, scale)
+        matrices.decay_and_add(params, updates, rate, decay, scale)
 
     def around_sublayer(
         self, streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float, norm_eps: float

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from graph_helpers import ActedGraph, OfTheDevice, tensors_of
+from graph_helpers import ActedGraph, ActedPart, OfTheDevice, tensors_of
 
 from csa_model import lit_module
-from csa_model.training_graph import MicroStep, TrainingGraph
+from csa_model.training_graph import TrainingGraph
 
 
 @pytest.fixture(autouse=True)
@@ -21,15 +21,26 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def acted(monkeypatch: pytest.MonkeyPatch) -> list[ActedGraph]:
+def acted_parts() -> list[ActedPart]:
+    """The graphs beside those of `acted`."""
+    return []
+
+
+@pytest.fixture
+def acted(monkeypatch: pytest.MonkeyPatch, acted_parts: list[ActedPart]) -> list[ActedGraph]:
     """The graphs that were captured, as trainer.cuda_graph=always does from the third micro-batch on."""
     graphs: list[ActedGraph] = []
 
-    def capture(self: TrainingGraph, room: Any) -> tuple[Any, MicroStep]:
-        result = self._step(room)
+    def capture(self: TrainingGraph, function: Any, device: torch.device, pool: Any = None) -> tuple[Any, Any]:
+        if pool is not None:
+            assert pool is graphs[-1]
+            acted_parts.append(ActedPart(function))
+            graphs[-1].parts.append(acted_parts[-1])
+            return acted_parts[-1], acted_parts[-1].result
+        result = function()
         for t in tensors_of(result):  # a capture runs nothing
             t.zero_()
-        graphs.append(ActedGraph(lambda: self._step(room), result))
+        graphs.append(ActedGraph(function, result))
         return graphs[-1], result
 
     monkeypatch.setattr(TrainingGraph, "_capture", capture)

@@ -73,14 +73,38 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [t for item in value for t in tensors_of(item)] if isinstance(value, list) else []
 
 
+class ActedPart:
+    """A graph beside: its result is there with the first replay, and gone with the next micro-batch."""
+
+    def __init__(self, run: Any) -> None:
+        self.run, self.replays = run, 0
+        self.result: dict[str, Any] = {}
+
+    def replay(self) -> None:
+        self.replays += 1
+        self.result.update(self.run() or {})
+
+    def overwrite(self) -> None:
+        for value in self.result.values():
+            for t in value:
+                if isinstance(t, Tensor):
+                    t.fill_(float("nan"))
+
+
 class ActedGraph:
     """Writes the results of the loaded row to where those of the first one are."""
 
     def __init__(self, run: Any, result: MicroStep) -> None:
         self.run, self.result, self.replays = run, result, 0
+        self.parts: list[ActedPart] = []
+
+    def pool(self) -> ActedGraph:
+        return self
 
     def replay(self) -> None:
         self.replays += 1
+        for part in self.parts:
+            part.overwrite()
         kept, new = tensors_of(self.result), tensors_of(self.run())
         assert len(kept) == len(new)
         for a, b in zip(kept, new, strict=True):
@@ -94,7 +118,7 @@ class Watcher(L.Callback):
     """Norms of the gradients and metrics as callbacks see them; `scale`: changes the gradients as one may."""
 
     def __init__(self, scale: float | None = None) -> None:
-        self.scale, self.norms, self.losses = scale, [], []
+        self.scale, self.norms, self.clipped, self.losses = scale, [], [], []
 
     @staticmethod
     def _norm(module: Any) -> float:
@@ -111,12 +135,14 @@ class Watcher(L.Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(outputs["loss"])  # kept beyond the step
+        self.clipped.append(self._norm(pl_module))
 
 
 def fit(choice: str, watcher: Watcher | None = None, rows: Any = ROWS, module: Any = None, stage: Any = None, **options: Any) -> Any:
     """A run of the tiny decoder in float64; its module, its trainer and what callbacks saw."""
     settings = {"max_steps": len(rows), **options.pop("settings", {})}
     config = make_config(options.pop("teacher", "full_csa"), stage, options.pop("model", None), cuda_graph=choice, **settings)
+    config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, **options.pop("optimizer", {})))
     watcher = watcher or Watcher()
     module = module or make_module(config).double()
     callbacks = [watcher, *options.pop("callbacks", [])]
@@ -135,6 +161,7 @@ def assert_trained_alike(plain: Any, graph: Any) -> None:
     for (name, p), (_, q) in zip(a.decoder.state_dict().items(), b.decoder.state_dict().items(), strict=True):
         assert (p.double() - q.double()).norm() <= 1e-4 * p.double().norm() + 1e-9, name  # divisors are rounded, Muon makes much of it
     assert b_seen.norms == pytest.approx(a_seen.norms, rel=1e-4)
+    assert b_seen.clipped == pytest.approx(a_seen.clipped, rel=1e-4)
     assert [float(x) for x in b_seen.losses] == pytest.approx([float(x) for x in a_seen.losses], rel=1e-5)
     assert a_trainer.callback_metrics.keys() == b_trainer.callback_metrics.keys()
     for name, value in a_trainer.callback_metrics.items():

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from csa_model import optimizers
+from csa_model import muon, optimizers
 from csa_model.config import OptimizerConfig
-from csa_model.optimizers import NEWTON_SCHULZ_COEFFICIENTS, MuonAdamW, batches, build_optimizer, orthogonalize
+from csa_model.muon import NEWTON_SCHULZ_COEFFICIENTS, Coefficients, batches, orthogonalize
+from csa_model.optimizers import MuonAdamW, build_optimizer
+from tests.again import Again
 
 MUON = {"name": "m", "algorithm": "muon"}
 
@@ -104,7 +106,7 @@ def test_matrices_are_normalised_with_one_rounding(turned: bool) -> None:
     exact = exact / torch.linalg.vector_norm(exact, dim=(1, 2), keepdim=True).clamp(min=1e-30)
     batch = torch.full((3, 30, 50), 7.0, dtype=torch.bfloat16)
     out = batch[:, :24, :40].mT if turned else torch.full((3, 40, 24), 7.0, dtype=torch.bfloat16)
-    optimizers._normalize(matrices, out)
+    muon.normalize(matrices, out)
     assert ((out.double() - exact).abs() <= 1.0001 * 2**-8 * exact.abs()).all()  # half the distance of neighbours
     if turned:
         assert (batch[:, 24:] == 7).all()
@@ -210,15 +212,15 @@ def test_padding_changes_no_update(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = [(16, 24), (4, 24, 16), (12, 7), (5, 9), (2, 9, 5), (32, 30)]
     blocks, results, sizes = [1, 1, 3, 1, 1, 2], [], []
 
-    def spy(batch: Tensor, coefficients: optimizers.Coefficients) -> Tensor:  # without a backend's form
+    def spy(batch: Tensor, coefficients: Coefficients) -> Tensor:  # without a backend's form
         sizes[-1].append(tuple(batch.shape))
         return iterate(batch, coefficients)
 
-    iterate = optimizers._newton_schulz
-    monkeypatch.setattr(optimizers, "_newton_schulz", spy)
+    iterate = muon.newton_schulz
+    monkeypatch.setattr(muon, "newton_schulz", spy)
     for limit in (0, 10**6):
         sizes.append([])
-        monkeypatch.setattr(optimizers, "padded_elements", lambda device, limit=limit: limit)
+        monkeypatch.setattr(muon, "padded_elements", lambda device, limit=limit: limit)
         params = _parameters(*shapes, dtype=torch.float64)
         groups = [
             {**MUON, "params": params[:3], "matrices": blocks[:3], "lr": 0.1},
@@ -383,6 +385,75 @@ def test_state_round_trip_continues_bit_for_bit(tmp_path) -> None:
         _give_gradients(resumed, step)
         other.step()
     assert all(torch.equal(p, q) for p, q in zip(straight, resumed, strict=True))
+
+
+def _adamw_of_a_backend(params: list[nn.Parameter], **options: float) -> tuple[MuonAdamW, Again]:
+    """Its matrices aside, a backend takes no part in AdamW."""
+    groups = [{"name": "a", "algorithm": "adamw", "params": params[:2], "lr": 0.01, **options}]
+    groups += [{"name": "b", "algorithm": "adamw", "params": params[2:], "lr": 0.02, "betas": (0.8, 0.9)}]
+    optimizer = MuonAdamW(groups, fused=object())  # type: ignore[arg-type]
+    optimizer.repeat = again = Again()
+    return optimizer, again
+
+
+def test_a_prepared_update_takes_new_rates_and_counts_steps() -> None:
+    """Rates of a schedule, a gradient that is missing for a step, and gradients that moved."""
+    shapes = [(7,), (5, 3), (4, 2)]
+    ours, theirs = _parameters(*shapes), _parameters(*shapes)
+    optimizer, again = _adamw_of_a_backend(ours, weight_decay=0.1)
+    groups = [{"params": theirs[:2], "lr": 0.01, "weight_decay": 0.1}, {"params": theirs[2:], "lr": 0.02, "betas": (0.8, 0.9), "weight_decay": 0.0}]
+    oracle = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-20)
+    made, places = [], [torch.empty_like(p) for p in ours]
+    for step in range(9):
+        for params, o in ((ours, optimizer), (theirs, oracle)):
+            _give_gradients(params, step)
+            for group in o.param_groups:
+                group["lr"] *= 0.8
+        for p, place in zip(ours, places, strict=True):
+            p.grad = place.copy_(p.grad)
+        if step == 3:
+            ours[0].grad = theirs[0].grad = None  # its step count then lags behind its neighbour's
+        if step == 6:
+            places[2] = torch.empty_like(ours[2])
+            ours[2].grad = places[2].copy_(ours[2].grad)
+        if step == 7:
+            ours[1].grad = ours[1].grad.mT.contiguous().mT
+        optimizer.step()
+        oracle.step()
+        made.append(len(again.made))
+    # the first step makes the state; without a gradient, with it again, another place, other strides, and back
+    assert made == [1, 2, 2, 3, 4, 4, 5, 6, 7]
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    assert [optimizer.state[p]["step"] for p in ours] == [8, 9, 9]
+
+
+def test_an_update_is_prepared_anew_for_other_options_and_a_loaded_state() -> None:
+    params = _parameters((7,), (5, 3), (4, 2))
+    optimizer, again = _adamw_of_a_backend(params)
+    _give_gradients(params, 1)
+    for number, change in [
+        (0, lambda: None),
+        (1, lambda: optimizer.param_groups[1].update(weight_decay=0.2)),
+        (1, lambda: optimizer.param_groups[0].update(betas=(0.7, 0.95))),
+        (1, lambda: optimizer.param_groups[0].update(eps=1e-8)),
+        (1, lambda: optimizer.load_state_dict(optimizer.state_dict())),
+        (1, lambda: optimizer.state[params[0]].update(exp_avg=torch.zeros(7))),
+        (1, lambda: setattr(params[2], "data", params[2].data.clone())),
+    ]:
+        optimizer.step()
+        optimizer.step()
+        known = len(again.made)
+        change()
+        optimizer.step()
+        optimizer.step()
+        assert len(again.made) - known == number
+    optimizer.param_groups[0]["lr"] = 0.0
+    before = [p.detach().clone() for p in params]
+    optimizer.step()
+    assert torch.equal(params[0], before[0])
+    assert not torch.equal(params[2], before[2])
+    assert [optimizer.state[p]["step"] for p in params] == [29, 29, 29]
 
 
 @pytest.mark.gpu

@@ -26,12 +26,13 @@ ROWS = SEVEN_ROWS[:6]
 class AtTheEnd(L.Callback):
     """What the graph was when training ended; afterwards its memory is given back."""
 
-    captured, hidden_bytes, documents = False, 0, 0
+    captured, hidden_bytes, documents, beside = False, 0, 0, ()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if pl_module.graph is not None:
             self.captured, self.hidden_bytes = pl_module.graph.captured, pl_module.graph.hidden_bytes
             self.documents = pl_module.graph._room.layout.max_documents
+            self.beside = {name for name, part in pl_module.graph._beside.items() if part.captured is not None}
         pl_module.at_the_end = self
 
 
@@ -128,19 +129,60 @@ def test_a_copy_shares_no_tensor() -> None:
     assert torch.equal(again.indexer[1].kl_sum, terms.indexer[1].kl_sum)
 
 
-def test_gradients_are_handed_over_in_memory_of_their_own_where_more_will_come() -> None:
-    p, q = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
-    first = [torch.ones(2), None]
-    training_graph.hand_over([p, q], first, own=True)
-    assert p.grad is not first[0]
-    assert q.grad is None
-    training_graph.hand_over([p, q], [torch.ones(2), torch.ones(2)], own=True)
-    assert p.grad.tolist() == [2.0, 2.0]
-    assert q.grad.tolist() == [1.0, 1.0]
-    assert first[0].tolist() == [1.0, 1.0]  # type: ignore[union-attr]
-    p.grad = None
-    training_graph.hand_over([p, q], first, own=False)
+def test_gradients_are_summed_in_the_same_memory_in_every_step() -> None:
+    module = torch.nn.Linear(2, 1)
+    p, q = module.weight, module.bias
+    graph = TrainingGraph(lambda *a: None, module, 48)  # type: ignore[arg-type, return-value]
+    graph.parameters = [p, q]
+    first, places = [torch.ones(1, 2), None], set()
+    for _ in range(2):
+        graph.hand_over(first, more=True)
+        assert p.grad is not first[0]
+        assert q.grad is None
+        graph.hand_over([torch.ones(1, 2), torch.ones(1)], more=True)
+        graph.hand_over([torch.ones(1, 2), torch.ones(1)], more=True)
+        assert p.grad.tolist() == [[3.0, 3.0]]
+        assert q.grad.tolist() == [2.0]
+        assert first[0].tolist() == [[1.0, 1.0]]  # type: ignore[union-attr]
+        places.add((p.grad.data_ptr(), q.grad.data_ptr()))
+        module.zero_grad(set_to_none=True)
+    assert len(places) == 1
+    graph.hand_over(first, more=False)
     assert p.grad is first[0]
+
+
+class _Part:
+    """Adds up what was loaded."""
+
+    def __init__(self) -> None:
+        self.number, self.sum = 0, 0
+
+    def load(self) -> None:
+        self.number += 1
+
+    def run(self) -> dict[str, Any]:
+        self.sum += self.number
+        return {"sum": [self.sum]}
+
+
+def test_a_part_beside_is_prepared_once_for_a_key_and_then_replayed(acted: list[Any], acted_parts: list[Any]) -> None:
+    module = make_module(make_config(cuda_graph="always"))
+    module.trainer = make_trainer(make_config())
+    (row,) = make_rows([[40, 7]])
+    made: list[_Part] = []
+
+    def step(key: str) -> int:
+        module.graph.run(row)
+        return int(module.graph.beside("sum", key, lambda: made.append(_Part()) or made[-1])["sum"][0])
+
+    assert [step("a") for _ in range(2)] == [1, 1]  # beside plain micro-batches nothing is kept
+    assert [step("a") for _ in range(4)] == [1, 3, 6, 10]
+    assert (len(made), len(acted), [part.replays for part in acted_parts]) == (3, 1, [3])
+    assert [step("b") for _ in range(2)] == [1, 3]
+    assert (len(made), len(acted), [part.replays for part in acted_parts]) == (4, 1, [3, 1])
+    module.decoder.embed.requires_grad_(False)  # the micro-batch is captured anew, so is what is beside it
+    assert [step("b") for _ in range(5)] == [1, 1, 1, 3, 6]
+    assert (len(made), len(acted), [part.replays for part in acted_parts]) == (7, 2, [3, 1, 2])
 
 
 def test_gradients_come_as_optimizers_expect_them() -> None:
@@ -224,12 +266,14 @@ def test_replayed_steps_equal_plain_ones(
 ) -> None:
     captured, trainer = _gpu_fit("always", stage, teacher, accumulate, model)
     assert captured.at_the_end.captured
+    assert captured.at_the_end.beside == {"norms and clipping", "the optimizer's update"}
     assert captured.at_the_end.hidden_bytes > 0
     assert not captured.graph.captured
     exact, _ = _gpu_fit("never", stage, teacher, accumulate, model)
     monkeypatch.setattr(training_graph, "PLAIN_STEPS", 10**9)
     plain, plain_trainer = _gpu_fit("always", stage, teacher, accumulate, model)
     assert not plain.at_the_end.captured
+    assert not plain.at_the_end.beside
     for (name, a), (_, b), (_, c) in zip(*(m.decoder.named_parameters() for m in (captured, plain, exact)), strict=True):
         assert torch.equal(a, b), name
         assert (a - c).norm() <= 0.05 * c.norm() + 1e-3, name  # after steps of Muon in bf16; the sums differ in their last bits

@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from graph_helpers import ROWS, ActedGraph, assert_trained_alike, fit
+from graph_helpers import ROWS, ActedGraph, ActedPart, assert_trained_alike, fit
 from training_helpers import make_config, make_module, make_rows, make_trainer
 
 from csa_model import lit_module, training_graph
@@ -63,7 +63,7 @@ def test_a_trainer_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPat
 def test_where_there_can_be_no_graph_auto_goes_on_without_and_always_stops(
     reason: str, acted: list[ActedGraph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def capture(self: TrainingGraph, room: Any) -> Any:
+    def capture(self: TrainingGraph, function: Any, device: Any, pool: Any = None) -> Any:
         raise torch.OutOfMemoryError("too much\nand more")
 
     def run(choice: str, accumulate: int) -> Any:
@@ -88,12 +88,34 @@ def test_where_there_can_be_no_graph_auto_goes_on_without_and_always_stops(
         run("always", 1)
 
 
+def test_a_part_that_cannot_be_captured_runs_plainly_under_auto_and_stops_always(
+    acted: list[ActedGraph], acted_parts: list[ActedPart], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lit_module, "choose_graph", lambda config, backend, device: (config.trainer.cuda_graph != "never", ""))
+    plain, captures = fit("never"), TrainingGraph._capture
+
+    def capture(self: TrainingGraph, function: Any, device: Any, pool: Any = None) -> Any:
+        if pool is not None:
+            raise torch.OutOfMemoryError("too much\nand more")
+        return captures(self, function, device)
+
+    monkeypatch.setattr(TrainingGraph, "_capture", capture)
+    words = "norms and clipping: OutOfMemoryError: too much"
+    with pytest.warns(UserWarning, match=f"without a CUDA graph of one part: {words}") as warned:
+        assert_trained_alike(plain, fit("auto"))
+    assert len([w for w in warned if words in str(w.message)]) == 1
+    assert len(acted) == 1
+    assert acted[0].replays == len(ROWS) - 2
+    with pytest.raises(BackendUnsupported, match=f"always cannot be honoured: {words}"):
+        fit("always")
+
+
 def test_after_a_capture_that_failed_the_cause_is_told_and_the_stream_is_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ending a broken capture raises in place of what broke it, from inside torch's context manager, which then does not restore the stream."""
     streams = ["outside"]
 
     class Broken:
-        def __init__(self, graph: Any, stream: Any, capture_error_mode: str) -> None:
+        def __init__(self, graph: Any, pool: Any, stream: Any, capture_error_mode: str) -> None:
             streams.append(stream)
 
         def __enter__(self) -> None: ...

@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning as L
 import pytest
-from graph_helpers import ROWS, WARMUP, ActedGraph, Watcher, assert_trained_alike, fit
+from graph_helpers import ROWS, WARMUP, ActedGraph, ActedPart, Watcher, assert_trained_alike, fit
 from training_helpers import MODEL, StopAt, loader, make_config, make_module, make_rows, make_trainer
 
 from csa_model import lit_module
@@ -47,6 +47,19 @@ def test_callbacks_see_and_change_gradients_as_without_a_graph(acted: list[Acted
 def test_parts_of_a_model_train_as_without_a_graph(acted: list[ActedGraph], options: dict[str, Any]) -> None:
     assert_trained_alike(*(fit(choice, rows=ROWS[:5], **copy.deepcopy(options)) for choice in ("never", "always")))
     assert len(acted) == 1
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_norms_and_clipping_are_replayed_beside(acted: list[ActedGraph], acted_parts: list[ActedPart], accumulate: int) -> None:
+    """With gradients that are clipped: from the second step after the capture on, in memory that the next micro-batch overwrites."""
+    rows = [*ROWS, *ROWS[:5]]
+    settings = {"accumulate_grad_batches": accumulate, "max_steps": len(rows) // accumulate}
+    runs = [fit(choice, rows=rows, settings=settings, optimizer={"max_grad_norm": 1e-3}) for choice in ("never", "always")]
+    assert_trained_alike(*runs)
+    assert min(runs[1][2].norms) > 0.1
+    assert max(runs[1][2].clipped[accumulate - 1 :: accumulate]) < 0.1  # the indexers have their own limit
+    plain_steps = 3 if accumulate == 1 else 2
+    assert [part.replays for part in acted_parts] == [settings["max_steps"] - plain_steps]
 
 
 def test_validation_between_steps_changes_nothing(acted: list[ActedGraph]) -> None:

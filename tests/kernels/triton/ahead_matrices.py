@@ -8,7 +8,7 @@ import json
 
 import torch
 
-from kernels.triton_fused.matrices import decay_and_add, gather_momentum, matrix_polynomial
+from kernels.triton_fused.matrices import at_their_addresses, decay_and_add, gather_momentum, matrix_polynomial
 from tests.kernels.triton.aot import compiling_for_sm90
 
 SHAPES = [(256, 512), (512, 256), (24, 2048), (4096, 128)]
@@ -17,12 +17,12 @@ SHAPES = [(256, 512), (512, 256), (24, 2048), (4096, 128)]
 def main() -> None:
     for shape in SHAPES:
         for work in (torch.bfloat16, torch.float32):
-            grads, buffers, params = ([torch.zeros(3, *shape)] for _ in range(3))
+            grads, buffers, params = (at_their_addresses([torch.zeros(3, *shape)]) for _ in range(3))
             batch = torch.zeros(3, *sorted(shape), dtype=work)
             out = batch.mT if shape[0] > shape[1] else batch
             with compiling_for_sm90() as kernels:
                 gather_momentum(grads, buffers, 0.95, out, 1e-30)
-                decay_and_add(params, out, 0.1, 0.1)
+                decay_and_add(params, out, torch.zeros(1), 0.1, 0.1)
             for kernel in kernels:
                 record = {"shape": shape, "work": str(work), "kernel": kernel.name, "stack": kernel.stack_bytes, "registers": kernel.registers}
                 counts = {"wide": kernel.count(r"LDG\.E\.128"), "stores": kernel.count("STG"), "wide stores": kernel.count(r"STG\.E\.128")}

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.csa_gate_checks import norm_error, poisoned_outputs
 from csa_model.optimizers import MuonAdamW
+from tests.again import Again
 from tests.kernels.triton.conftest import HAS_TRITON
 
 ROOT = Path(__file__).parents[3]
@@ -63,8 +64,9 @@ def test_momentum_and_unit_norm(
     grads[2][1], buffers[2][1] = 0, 0  # an expert without tokens
     given, before = (torch.cat(stacks).double() for stacks in (grads, buffers))
     batch, out = _corner(device, shape, work, margin)
+    at = [matrices.at_their_addresses(stacks) for stacks in (grads, buffers)]
     with poisoned_outputs():
-        matrices.gather_momentum(grads, buffers, 0.9, out, 1e-30)
+        matrices.gather_momentum(*at, 0.9, out, 1e-30)
     expected = given + 0.9 * before
     torch.testing.assert_close(torch.cat(buffers).double(), 0.9 * before + given, rtol=1e-6, atol=1e-6)
     update = given + 0.9 * (0.9 * before + given)
@@ -84,10 +86,12 @@ def test_decay_and_update(device: str, matrices: ModuleType, shape: tuple[int, i
     before = torch.cat(params).double()
     _, updates = _corner(device, shape, work, margin)
     updates.copy_(torch.randn(6, *shape, generator=torch.Generator().manual_seed(4)).to(device))
-    matrices.decay_and_add(params, updates, 0.25, 0.5)
+    rate, at = torch.tensor(0.5, device=device), matrices.at_their_addresses(params)
+    matrices.decay_and_add(at, updates, rate, 0.5, 1.0)
     torch.testing.assert_close(torch.cat(params).double(), 0.75 * before - 0.5 * updates.double(), rtol=1e-6, atol=1e-6)
     kept = torch.cat(params)
-    matrices.decay_and_add(params, updates, 0.0, 0.0)
+    matrices.decay_and_add(at, updates, rate, 0.0, 0.0)
+    matrices.decay_and_add(at, updates, rate.zero_(), 0.5, 1.0)
     assert torch.equal(torch.cat(params), kept)
 
 
@@ -97,10 +101,11 @@ def test_parameters_in_half_precision(device: str, matrices: ModuleType, dtype: 
     update = torch.cat(grads).double() + 0.9 * (0.9 * torch.cat(buffers).double() + torch.cat(grads).double())
     before = torch.cat(params).double()
     _, out = _corner(device, (20, 36), torch.float32, 0)
-    matrices.gather_momentum(grads, buffers, 0.9, out, 1e-30)
+    at = [matrices.at_their_addresses(stacks) for stacks in (grads, buffers, params)]
+    matrices.gather_momentum(*at[:2], 0.9, out, 1e-30)
     expected = update / update.square().sum((1, 2), keepdim=True).sqrt()
     assert norm_error(out, expected) <= 1e-6
-    matrices.decay_and_add(params, out, 0.25, 5.0)
+    matrices.decay_and_add(at[2], out, torch.tensor(1.0, device=device), 0.25, 5.0)
     assert norm_error(torch.cat(params), 0.75 * before - 5 * expected) <= TOLERANCE[dtype]
 
 
@@ -130,25 +135,26 @@ def test_one_matrix_may_stand_first_with_any_stride_between_matrices(device: str
     assert first.stride(0) == 8
     grads = [first, torch.randn(2, 6, 8, device=device)]
     out = torch.empty(3, 6, 8, device=device)
-    matrices.gather_momentum(grads, [torch.zeros_like(g) for g in grads], 0.0, out, 1e-16)
+    at = [matrices.at_their_addresses(stacks) for stacks in (grads, [torch.zeros_like(g) for g in grads])]
+    matrices.gather_momentum(*at, 0.0, out, 1e-16)
     expected = torch.cat(grads)
     torch.testing.assert_close(out, expected / expected.norm(dim=(1, 2), keepdim=True))
 
 
 @pytest.mark.parametrize("size", [1e-15, 1e-22, 1e-29])
 def test_what_has_all_but_decayed_is_not_blown_up(device: str, matrices: ModuleType, size: float) -> None:
-    from csa_model.optimizers import NORM_FLOOR
+    from csa_model.muon import NORM_FLOOR
 
     grads, buffers = [torch.zeros(1, 8, 8, device=device)], [size * torch.randn(1, 8, 8, device=device)]
     out = torch.empty(1, 8, 8, device=device)
-    matrices.gather_momentum(grads, buffers, 0.95, out, NORM_FLOOR)
+    matrices.gather_momentum(*(matrices.at_their_addresses(stacks) for stacks in (grads, buffers)), 0.95, out, NORM_FLOOR)
     assert out.norm() <= 1 + 1e-5
 
 
 def test_nothing_to_do(device: str, matrices: ModuleType) -> None:
-    nothing = [torch.empty(0, 3, 5, device=device)]
+    nothing = matrices.at_their_addresses([torch.empty(0, 3, 5, device=device)])
     matrices.gather_momentum(nothing, nothing, 0.9, torch.empty(0, 3, 5, device=device), 1e-30)
-    matrices.decay_and_add(nothing, torch.empty(0, 3, 5, device=device), 0.1, 0.1)
+    matrices.decay_and_add(nothing, torch.empty(0, 3, 5, device=device), torch.ones(1, device=device), 0.1, 0.1)
     assert matrices.matrix_polynomial(torch.empty(0, 3, 3, device=device), 1, 2, 3).shape == (0, 3, 3)
 
 
@@ -156,19 +162,29 @@ def test_refuses_what_does_not_fit(device: str, matrices: ModuleType) -> None:
     def stack(*shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         return [torch.zeros(shape, device=device, dtype=dtype)]
 
-    (out,) = stack(2, 4, 6)
-    for grads, buffers in (
-        (stack(1, 4, 6), stack(2, 4, 6)),
-        (stack(2, 4, 6), stack(2, 6, 4)),
-        (stack(2, 4, 6), stack(2, 4, 6, dtype=torch.bfloat16)),
-        (stack(2, 4, 6), [stack(2, 6, 4)[0].mT]),
+    for stacks in (
+        [],
+        [stack(2, 4, 6)[0], stack(2, 6, 4)[0]],
+        [stack(2, 4, 6)[0], stack(2, 4, 6, dtype=torch.bfloat16)[0]],
+        [stack(2, 6, 4)[0].mT],
+        stack(4, 6),
+        stack(2, 4, 6, dtype=torch.float64),
     ):
-        with pytest.raises(ValueError, match="2 contiguous matrices"):
-            matrices.gather_momentum(grads, buffers, 0.9, out, 1e-30)
+        with pytest.raises(ValueError, match=r"no stack|contiguous stacks .* of one shape"):
+            matrices.at_their_addresses(stacks)
+    at = matrices.at_their_addresses
+    (out,) = stack(2, 4, 6)
+    rate = torch.ones(1, device=device)
+    for grads, buffers in ((stack(1, 4, 6), stack(2, 4, 6)), (stack(2, 4, 6), stack(2, 6, 4)), (stack(2, 4, 6), stack(2, 4, 6, dtype=torch.float16))):
+        with pytest.raises(ValueError, match=r"2 matrices \[4, 6\] of one dtype"):
+            matrices.gather_momentum(at(grads), at(buffers), 0.9, out, 1e-30)
     with pytest.raises(ValueError, match="rows or columns lie together"):
-        matrices.decay_and_add(stack(2, 4, 6), torch.zeros(2, 8, 12, device=device)[:, ::2, ::2], 0.1, 0.1)
-    with pytest.raises(ValueError, match="float64"):
-        matrices.decay_and_add(stack(2, 4, 6, dtype=torch.float64), out, 0.1, 0.1)
+        matrices.decay_and_add(at(stack(2, 4, 6)), torch.zeros(2, 8, 12, device=device)[:, ::2, ::2], rate, 0.1, 0.1)
+    with pytest.raises(ValueError, match=r"in torch\.float64"):
+        matrices.decay_and_add(at(stack(2, 4, 6)), out.double(), rate, 0.1, 0.1)
+    for wrong in (rate.double(), torch.ones(2, device=device)):
+        with pytest.raises(ValueError, match="rate must be one float32"):
+            matrices.decay_and_add(at(stack(2, 4, 6)), out, wrong, 0.1, 0.1)
     for (gram,) in (stack(2, 4, 6), stack(4, 4), stack(2, 4, 4, dtype=torch.float64), [stack(2, 4, 4)[0].mT]):
         with pytest.raises(ValueError, match=r"gram must be \[B, n, n\] and contiguous"):
             matrices.matrix_polynomial(gram, 1, 2, 3)
@@ -191,20 +207,24 @@ def _optimizer(device: str, fused: Any, work: torch.dtype) -> tuple[list[nn.Para
 def test_an_optimizer_with_them_makes_the_same_steps(
     device: str, matrices: ModuleType, monkeypatch: pytest.MonkeyPatch, work: torch.dtype, tolerance: float, limit: int
 ) -> None:
-    from csa_model import optimizers
+    from csa_model import muon
     from kernels.triton_fused.row_operations import TritonRowOperations
 
-    monkeypatch.setattr(optimizers, "padded_elements", lambda device: limit)
+    monkeypatch.setattr(muon, "padded_elements", lambda device: limit)
     no_product = work == torch.bfloat16 and device == "cpu"  # the interpreter has none
-    monkeypatch.setattr(optimizers, "FUSED_ELEMENTS", 0 if no_product or limit else 2**22)
+    monkeypatch.setattr(muon, "FUSED_ELEMENTS", 0 if no_product or limit else 2**22)
     results = []
-    for fused in (None, TritonRowOperations()):
+    for fused, again in ((None, False), (TritonRowOperations(), False), (TritonRowOperations(), True)):
         params, optimizer = _optimizer(device, fused, work)
-        start = [p.detach().clone() for p in params]
-        for step in range(3):
+        if again:
+            optimizer.repeat = repeat = Again()
+        start, places = [p.detach().clone() for p in params], [torch.empty_like(p) for p in params]
+        for step in range(4):
             generator = torch.Generator().manual_seed(10 + step)
-            for p in params:
-                p.grad = torch.randn(p.shape, generator=generator).to(device)
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.9
+            for p, place in zip(params, places, strict=True):
+                p.grad = place.copy_(torch.randn(p.shape, generator=generator))
             params[0].grad = params[0].grad.mT.contiguous().mT
             params[2].grad[1] = 0
             if step == 1:
@@ -214,8 +234,10 @@ def test_an_optimizer_with_them_makes_the_same_steps(
             assert all(p.grad is g or torch.equal(p.grad, g) for p, g in zip(params, given, strict=True))
         moved = [p.detach() - before for p, before in zip(params, start, strict=True)]
         results.append(moved + [optimizer.state[p]["momentum_buffer"] for p in params[:7]])
-    for plain, ours in zip(*results, strict=True):
+    for plain, ours, repeated in zip(*results, strict=True):
         assert norm_error(ours, plain) <= tolerance
+        assert torch.equal(ours, repeated)
+    assert len(repeat.made) == (0 if work == torch.float16 else 4)
 
 
 @pytest.mark.timeout(900)

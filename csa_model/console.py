@@ -121,6 +121,7 @@ class StepProgress(L.Callback):
         self._bar: Progress | None = None
         self._task: Any = None
         self._last = -1
+        self._text = ""
         self._started = 0.0
         self._printed: dict[str, Any] = {}
 
@@ -154,9 +155,11 @@ class StepProgress(L.Callback):
         if not trainer.is_global_zero or step == self._last:  # inside an accumulation
             return
         self._last = step
+        wanted = step % self.every == 0 or step == self.max_steps  # reading figures off a GPU makes the host wait for it
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, metrics=_metrics(trainer.callback_metrics))
-        elif step % self.every == 0 or step == self.max_steps:
+            self._text = _metrics(trainer.callback_metrics) if wanted else self._text
+            self._bar.update(self._task, completed=step, metrics=self._text)
+        elif wanted:
             figures = dict(trainer.callback_metrics)
             new = {key: value for key, value in figures.items() if self._printed.get(key) is not value}  # Lightning keeps what is not measured anew
             self._printed = figures

@@ -97,6 +97,33 @@ def test_a_line_of_progress_shows_a_measurement_once(capsys: pytest.CaptureFixtu
     assert lines == ["step 1/4  loss 3.000  val 3.500", "step 2/4  loss 2.000", "step 3/4  loss 1.000  val 3.500"]
 
 
+def test_the_bar_reads_figures_off_the_device_only_where_they_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A figure that is read makes the host wait for the GPU, which would then have nothing to do."""
+    reads: list[int] = []
+
+    class Figure:
+        def __init__(self, step: int) -> None:
+            self.step = step
+
+        def __float__(self) -> float:
+            reads.append(self.step)
+            return 1.0
+
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: True, write=lambda text: None, flush=lambda: None))
+    progress = StepProgress(max_steps=7, every=3)
+    trainers = [SimpleNamespace(global_step=step, is_global_zero=True, callback_metrics={"val/loss": Figure(step)}) for step in range(8)]
+    progress.on_train_start(trainers[0], None)  # type: ignore[arg-type]
+    try:
+        for trainer in trainers:
+            progress._show(trainer)  # type: ignore[arg-type]
+            assert progress._bar is not None
+            assert progress._bar.tasks[0].completed == trainer.global_step
+        assert progress._bar.tasks[0].fields["metrics"] == "val 1.000"
+    finally:
+        progress._stop()
+    assert reads == [3, 6, 7]
+
+
 @pytest.mark.parametrize("error", [ConfigError("key=1 is not legal"), BackendUnsupported("no GPU", "backend=unfused"), OmegaConfBaseException("bad")])
 def test_errors_that_a_user_can_mend_are_one_line_once(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
     report(error)

@@ -75,6 +75,26 @@ def test_losses_clipping_guard_and_optimizer_never_wait_for_the_device() -> None
             optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("choice", ["always", "never"])
+def test_whole_steps_of_a_run_never_wait_for_the_device(choice: str) -> None:
+    """From the end of one step to that of a later one: with the next row's way to the device, the norms and the schedule."""
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx in (5, 8):
+                torch.cuda.set_sync_debug_mode("error" if batch_idx == 5 else "default")
+
+    config = make_config(max_steps=10, accelerator="gpu", precision="bf16-mixed", cuda_graph=choice, log_every_n_steps=100)
+    model = dataclasses.replace(config.model, head_dim=16, index_head_dim=16, hidden_size=32)
+    config = dataclasses.replace(config, model=model, backend=dataclasses.replace(config.backend, name="triton"))
+    try:
+        module, trainer = _fit(config, [Watch()], make_rows([[40, 7], [30, 18]] * 5))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert trainer.global_step == 10
+    assert (module.graph is not None) == (choice == "always")
+
+
 def test_a_poisoned_step_stops_the_run_before_it_is_saved(tmp_path: Path) -> None:
     class Poison(L.Callback):
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:

@@ -184,8 +184,8 @@ class CSALitModule(L.LightningModule):
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if finished and (self.trainer.global_step % every == 0 or self.trainer.should_stop):
             metrics = {**self._step_losses(finished), **self._norms}
+            # nothing for a progress bar, here and below: Lightning reads such a figure after every step, and the host would wait for the device
             self.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
-            self.log("loss", metrics["train/loss"], prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1)
 
     def _step_losses(self, finished: list[tuple[LossTerms, PackedBatch]]) -> dict[str, Tensor]:
         shares = [terms.means(batch.step, self.config) for terms, batch in finished]
@@ -197,7 +197,7 @@ class CSALitModule(L.LightningModule):
         if not counts or self.config.stage.train_only_indexer:  # that stage moves nothing but the indexers
             return
         summed = self._sum_over_ranks(torch.stack([load for _, load in counts.values()]))
-        update_router_biases(zip([gate for gate, _ in counts.values()], summed, strict=True), self.config.model.moe.bias_update_rate)
+        update_router_biases([gate for gate, _ in counts.values()], summed, self.config.model.moe.bias_update_rate)
 
     def _sum_over_ranks(self, values: Tensor) -> Tensor:
         if self.trainer.world_size == 1:
@@ -216,7 +216,6 @@ class CSALitModule(L.LightningModule):
         metrics = self._validation.metrics(self._sum_over_ranks(self._validation.sums))
         # Every rank holds the same values already; sync_dist only keeps Lightning from warning about it, which it does under ddp on one device too.
         self.log_dict(metrics, batch_size=1, sync_dist=True)
-        self.log("val_loss", metrics["val/loss"], prog_bar=True, logger=False, batch_size=1, sync_dist=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         for guard in self._guards.values():

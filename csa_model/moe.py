@@ -6,7 +6,7 @@ Legend: T tokens, N documents, E experts, K experts per token, d hidden, f exper
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -283,11 +283,12 @@ class MoE(nn.Module):
 
 
 @torch.no_grad()
-def update_router_biases(counts: Iterable[tuple[Gate, Tensor]], rate: float) -> None:
+def update_router_biases(gates: Sequence[Gate], loads: Tensor, rate: float) -> None:
     """Move each expert's bias by `rate` towards the mean load: up if underloaded, down if overloaded (arXiv 2408.15664).
 
-    `counts`: pairs of gate and tokens per expert [E], summed over the micro-batches and ranks of one optimizer step.
+    Args:
+        loads: tokens per gate and expert [L, E], summed over the micro-batches and ranks of one optimizer step.
     """
-    for gate, load in counts:
-        load = load.to(gate.bias.dtype)
-        gate.bias += rate * torch.sign(load.mean() - load)
+    biases = [gate.bias for gate in gates]
+    loads = loads.to(biases[0].dtype)
+    torch._foreach_add_(biases, list((rate * torch.sign(loads.mean(1, keepdim=True) - loads)).unbind()))

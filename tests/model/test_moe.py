@@ -220,9 +220,9 @@ def test_padding_takes_no_part() -> None:
 
 def test_bias_moves_towards_the_mean_load() -> None:
     router = gate()
-    update_router_biases([(router, torch.tensor([10, 0, 4, 3, 3]))], 0.25)
+    update_router_biases([router], torch.tensor([[10, 0, 4, 3, 3]]), 0.25)
     assert router.bias.tolist() == [-0.25, 0.25, 0.0, 0.25, 0.25]
-    update_router_biases([(router, torch.tensor([0, 0, 0, 0, 0]))], 0.25)
+    update_router_biases([router], torch.tensor([[0, 0, 0, 0, 0]]), 0.25)
     assert router.bias.tolist() == [-0.25, 0.25, 0.0, 0.25, 0.25]
 
 
@@ -232,7 +232,7 @@ def test_biases_even_out_the_load() -> None:
     for _ in range(300):
         counts = torch.bincount(router(x, ids)[1].flatten(), minlength=E)
         loads.append((counts.max() / counts.float().mean()).item())
-        update_router_biases([(router, counts)], 0.01)
+        update_router_biases([router], counts[None], 0.01)
     assert loads[0] > 1.3
     assert loads[-1] < 1.05
 

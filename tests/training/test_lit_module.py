@@ -198,7 +198,7 @@ def test_router_biases_move_once_per_optimizer_step() -> None:
         expected = before[layer] + 1e-2 * torch.sign(counts[layer].float().mean() - counts[layer])
         torch.testing.assert_close(gate.bias, expected)
         assert gate.bias.abs().max() == pytest.approx(1e-2)
-    update_router_biases([(gates[1], counts[1])], 0.0)
+    update_router_biases([gates[1]], counts[1][None], 0.0)
 
 
 class _EmittingBackend(UnfusedBackend):

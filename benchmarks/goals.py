@@ -15,6 +15,7 @@ SMALL = "H=16 D=64"
 SHOWN_SPREAD = 0.05  # the smallest difference of two passes that is shown
 
 FORWARD = "attention forward, speed / FlashMLA"
+TRAIN_RUN = "train.py / bare training step, tokens per second"
 
 # Why a goal is missed, by its name.
 REASONS = {
@@ -27,6 +28,7 @@ REASONS = {
     "16 heads of 64, step as a graph, flashmla / triton": "selection and indexer loss are the same kernels in both; only attention pays for padding.",
     "full_csa without KL and indexer backward / no indexer loss": "emitting the teacher and keeping the scores "
     "of the selected entries for the loss, see the parts below.",
+    TRAIN_RUN: "train.py also builds the rows, clips the gradients and updates router biases, schedule and log; what each costs was not taken apart.",
     "full_csa / compressed_only, memory": "a few MiB more in some shapes, less in the others; which buffer it is was not looked into.",
 }
 
@@ -152,6 +154,21 @@ def of_steps(steps: dict[str, Any]) -> Iterator[Goal]:
         if (point["path"], point["tokens"]) == ("triton", 4_096) and "gpu_busy" in point:
             where = f"{point['tokens']:,} tokens, model={steps['model']}"
             yield Goal("training step of triton, GPU busy", where, 0.95, False, point["gpu_busy"], percent=True)
+
+
+def compared_runs(runs: dict[str, Any], steps: dict[str, Any]) -> dict[int, tuple[dict[str, Any], dict[str, Any] | None]]:
+    """Tokens -> (what train.py reached, the bare step on the same path if it was measured), of the runs that came to their end."""
+    bare = {p["tokens"]: p for p in steps["points"] if p["path"] == runs["backend"] and "tokens_per_second" in p}
+    done = sorted((p for p in runs["points"] if "failed" not in p), key=lambda p: p["tokens"])
+    return {p["tokens"]: (p, bare.get(p["tokens"])) for p in done}
+
+
+def of_runs(runs: dict[str, Any], steps: dict[str, Any]) -> Iterator[Goal]:
+    """The goal for train.py: with all that it does around the step it is not launch-bound, and the data pipeline never starves it."""
+    run, bare = compared_runs(runs, steps).get(4_096, (None, None))
+    if run is not None and bare is not None:
+        where = f"4,096 tokens, model={runs['model']}{'' if runs['git_sha'] == steps['git_sha'] else ', of two commits'}"
+        yield Goal(TRAIN_RUN, where, 0.95, False, run["tokens_per_second"] / bare["tokens_per_second"], run["spread"])
 
 
 def reasons(goals: Iterable[Goal]) -> list[str]:

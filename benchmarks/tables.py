@@ -59,9 +59,10 @@ def origin(result: dict[str, Any]) -> str:
     return f"{', '.join(parts)}, code at {result['git_sha']}{' with uncommitted changes' if result.get('git_dirty') else ''}."
 
 
-def aims(core: dict[str, Any] | None, steps: dict[str, Any] | None, flashmla: dict[str, Any] | None) -> list[str]:
+def aims(core: dict[str, Any] | None, steps: dict[str, Any] | None, flashmla: dict[str, Any] | None, runs: dict[str, Any] | None = None) -> list[str]:
     """What was aimed at, what the result files that there are say, and why not."""
     reached = [*(goals.of_core(core) if core else []), *(goals.of_flashmla(flashmla) if flashmla else []), *(goals.of_steps(steps) if steps else [])]
+    reached += goals.of_runs(runs, steps) if runs and steps else []
     if not reached:
         return []
     why = goals.reasons(reached)
@@ -238,6 +239,31 @@ def training_step(result: dict[str, Any]) -> list[str]:
     return [*lines, "", f"![Tokens per second and memory](../benchmarks/results/train_step_{result['model']}_{CARD}.png)"]
 
 
+def train_runs(runs: dict[str, Any], steps: dict[str, Any]) -> list[str]:
+    """train.py beside the bare step: what everything around the step costs."""
+    rows = []
+    for tokens, (run, bare) in goals.compared_runs(runs, steps).items():
+        speed = run["tokens_per_second"]
+        spread = f" ±{run['spread']:.0%}" if run["spread"] > goals.SHOWN_SPREAD else ""
+        beside = [f"{bare['tokens_per_second']:,.0f}", f"{speed / bare['tokens_per_second']:.2f}"] if bare else ["-", "-"]
+        rows.append([f"{tokens:,}", f"{speed:,.0f}{spread}", *beside, f"{run['peak_gib']:.1f}" if "peak_gib" in run else "-"])
+    return [
+        *("### What `train.py` reaches", ""),
+        f"`train.py`: {origin(runs)}",
+        "",
+        f"Bare step: {origin(steps)}",
+        "",
+        f"Tokens per second of `python train.py` with model={runs['model']} and backend={runs['backend']}, thus with clipping, router biases,",
+        "schedule, logging, Lightning and the data pipeline, beside those of the bare step above.",
+        f"Rows: {runs['rows']}. Left out: {runs['left_out']}.",
+        f"Median of windows of {runs['window_steps']} steps, without the first; ±: the range of the middle half of them, where it is more than "
+        f"{100 * goals.SHOWN_SPREAD:.0f} %.",
+        *([f"Further arguments: `{' '.join(runs['further_arguments'])}`."] if runs["further_arguments"] else []),
+        *("", *grid(["tokens", "`train.py`", "bare step", "ratio", "`train.py` GiB"], rows)),
+        *(["", *failed] if (failed := [f"{p['tokens']:,} tokens failed: {p['failed']}." for p in runs["points"] if "failed" in p]) else []),
+    ]
+
+
 def not_run(points: Collection[tuple[str, int]]) -> list[str]:
     """A line with the paths and lengths of the whole benchmark that were left out; paths with the same lengths together."""
     left: dict[tuple[int, ...], list[str]] = {}
@@ -397,13 +423,15 @@ def render() -> str:
         "Written by `python -m benchmarks.tables` from `benchmarks/results/`; absolute times hold for the card named beside them.",
     ]
     there = {name: read(name) for name in SECTIONS if (RESULTS / f"{name}_{CARD}.json").exists()}
-    aimed = aims(there.get("csa_core"), there.get("train_step_small"), there.get("flashmla"))
+    runs = read("train_run_small") if (RESULTS / f"train_run_small_{CARD}.json").exists() else None
+    aimed = aims(there.get("csa_core"), there.get("train_step_small"), there.get("flashmla"), runs)
     lines += ["", *aimed] if aimed else []
     if (RESULTS / f"csa_gate_{CARD}.json").exists():
         gate = read("csa_gate")
         lines += ["", f"The gate of `backend=triton` by itself: {origin(gate)}"]
     for name, result in there.items():
         lines += ["", *"\n".join(SECTIONS[name](result)).rstrip().split("\n")]
+        lines += ["", *train_runs(runs, result)] if runs and name == "train_step_small" else []
     if curve_files():
         lines += ["", *loss_curves([json.loads(path.read_text()) for path in curve_files()])]
     return "\n".join(lines).rstrip() + "\n"

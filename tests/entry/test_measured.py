@@ -198,3 +198,57 @@ def test_goals_are_judged_from_the_times_of_one_run() -> None:
 def test_every_kind_of_goal_has_a_reason_for_the_case_that_it_is_missed() -> None:
     missed = [goal.name for goal in (*goals.of_core(read("csa_core")), *goals.of_flashmla(read("flashmla"))) if not goal.met]
     assert set(missed) <= set(goals.REASONS)
+
+
+def made_up_runs(**changed: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What train_run and train_step write, at made-up speeds."""
+    where = {"gpu": "card", "torch": "2", "model": "small"}
+    points = [
+        {"tokens": 4096, "tokens_per_second": 180_000.0, "spread": 0.2, "peak_gib": 3.64},
+        {"tokens": 2048, "tokens_per_second": 99_000.0, "spread": 0.01},
+        {"tokens": 8192, "failed": "out of memory"},
+        {"tokens": 16384, "tokens_per_second": 400_000.0, "spread": 0.0},
+    ]
+    runs = where | {"git_sha": "abc", "backend": "triton", "rows": "one each", "left_out": "validation", "window_steps": 10, "points": points}
+    speeds = {("triton", 2048): 100_000.0, ("triton", 4096): 200_000.0, ("dense", 4096): 1.0, ("triton", 8192): 300_000.0}
+    bare = [{"path": path, "tokens": tokens, "tokens_per_second": speed} for (path, tokens), speed in speeds.items()]
+    return runs | {"further_arguments": []} | changed, where | {
+        "git_sha": "def",
+        "points": [*bare, {"path": "triton", "tokens": 16384, "failed": "x"}],
+    }
+
+
+def test_train_py_stands_beside_the_bare_step_of_its_backend() -> None:
+    runs, steps = made_up_runs()
+    page = tables.train_runs(runs, steps)
+    assert [line for line in page if line.startswith("| ")][2:] == [
+        "| 2,048 | 99,000 | 100,000 | 0.99 | - |",
+        "| 4,096 | 180,000 ±20% | 200,000 | 0.90 | 3.6 |",
+        "| 16,384 | 400,000 | - | - | - |",
+    ]
+    assert {"`train.py`: card, torch 2, code at abc.", "Bare step: card, torch 2, code at def.", "8,192 tokens failed: out of memory."} <= set(page)
+    assert "Rows: one each. Left out: validation." in page
+    assert not any("Further arguments" in line for line in page)
+    assert "Further arguments: `data.num_workers=2`." in tables.train_runs(made_up_runs(further_arguments=["data.num_workers=2"])[0], steps)
+
+
+def test_the_goal_of_train_py_needs_both_files_and_says_where_their_code_differs() -> None:
+    runs, steps = made_up_runs()
+    told = ["train.py / bare training step, tokens per second", "4,096 tokens, model=small, of two commits", "≥ 0.95", "0.90 ±20%"]
+    assert [goal.cells() for goal in goals.of_runs(runs, steps)] == [[*told, "missed, within the spread"]]
+    assert goals.TRAIN_RUN in goals.REASONS
+    assert [goal.where for goal in goals.of_runs(runs | {"git_sha": "def"}, steps)] == ["4,096 tokens, model=small"]
+    assert list(goals.of_runs(made_up_runs(backend="unfused")[0], steps)) == []
+    assert any(goals.TRAIN_RUN in line for line in tables.aims(None, steps, None, runs))
+    assert tables.aims(None, steps, None, None) == tables.aims(None, None, None, runs) == []
+
+
+def test_the_page_has_what_train_py_reaches_once_it_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    runs, steps = made_up_runs()
+    (tmp_path / f"train_step_small_{tables.CARD}.json").write_text(json.dumps(steps | {"points": steps["points"][:4]}))
+    assert "What `train.py` reaches" not in render()
+    (tmp_path / f"train_run_small_{tables.CARD}.json").write_text(json.dumps(runs))
+    page = render()
+    assert page.index("## Whole training steps") < page.index("### What `train.py` reaches")
+    assert goals.TRAIN_RUN in page.split("## Whole training steps")[0]

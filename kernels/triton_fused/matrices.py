@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -134,10 +135,11 @@ class Matrices:
 def at_their_addresses(tensors: Sequence[Tensor]) -> Matrices:
     """The matrices of stacks [k, n, m] of one shape [n, m], contiguous, in one of bfloat16, float16 and float32.
 
-    The host waits for nothing. Not within the capture of a CUDA graph, which could hold no addresses that come from the host.
+    The host waits for nothing.
 
     Raises:
         ValueError: no stack, or shapes, dtypes or strides that do not fit.
+        RuntimeError: within the capture of a CUDA graph, which could take no addresses from the host.
     """
     if not tensors:
         raise ValueError("no stack of matrices was given")
@@ -146,10 +148,19 @@ def at_their_addresses(tensors: Sequence[Tensor]) -> Matrices:
         got = ", ".join(f"{list(t.shape)} with strides {t.stride()} in {t.dtype}" for t in tensors)
         raise ValueError(f"contiguous stacks [k, n, m] of one shape [n, m] and one dtype of {', '.join(map(str, DTYPES))} are needed, got {got}")
     size = shape.numel() * tensors[0].element_size()
-    addresses = [t.data_ptr() + i * size for t in tensors for i in range(t.shape[0])]
+    places = tuple((t.data_ptr(), t.shape[0]) for t in tensors)
+    aligned = all(first % 16 == 0 and (count < 2 or size % 16 == 0) for first, count in places)
+    return Matrices(tuple(tensors), _table(places, size, device), aligned)
+
+
+@lru_cache(maxsize=256)  # parameters and momentum stay where they are, and where gradients do not, they often come back
+def _table(places: tuple[tuple[int, int], ...], size: int, device: torch.device) -> Tensor:
+    """Addresses int64 [B] of matrices of `size` bytes each, of tensors (address, number of matrices)."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a CUDA graph cannot take addresses from the host: call at_their_addresses before the capture")
+    addresses = [first + i * size for first, count in places for i in range(count)]
     # from pinned memory: the host waits for nothing
-    table = torch.tensor(addresses, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-    return Matrices(tuple(tensors), table, all(address % 16 == 0 for address in addresses))
+    return torch.tensor(addresses, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _check(batch: Tensor, *lists: Matrices) -> None:

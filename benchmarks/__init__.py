@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+MEASURED = ("kernels", "csa_model", "configs", "train.py", "benchmarks/*.py")  # what a number can depend on
 COPIED_FROM = os.environ.get("CSA_GIT_SHA")  # the commit of which this tree is a copy, where it is no checkout of its own
 
 
@@ -27,7 +28,7 @@ def provenance() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "git_sha": COPIED_FROM or _git("rev-parse", "HEAD"),
         # a copy cannot tell: its own git data, if it has any, belong to another commit
-        "git_dirty": None if COPIED_FROM or (changes := _git("status", "--porcelain", "--", "kernels", "benchmarks/*.py")) is None else bool(changes),
+        "git_dirty": None if COPIED_FROM or (changes := _git("status", "--porcelain", "--", *MEASURED)) is None else bool(changes),
     }
 
 

@@ -6,7 +6,9 @@
     comb  = softmax over the last index of z[2n:] viewed [n, n], + eps, then alternately divided by (its sum over the first index + eps) and by
             (its sum over the last + eps): 2 * iterations - 1 times, so the first index (source stream) comes last
 
-The backward repeats the divisions and keeps their totals in registers; from the result and the totals it rebuilds each matrix in between.
+Every matrix on the way is u[i] * v[j] * start[i, j], start the one before the first division. So the backward repeats the divisions on the vectors u
+and v alone, keeps those, and goes back without a division: with h the gradient of a matrix times u * v, a division of columns takes from it u * v
+times the sums of h * start over the columns, and one of rows likewise.
 
 Legend: T tokens, n streams.
 """
@@ -21,9 +23,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton_fused.rounding import ceil_div
+from kernels.triton_fused.tuples import appended
 
 STREAMS: tuple[int, ...] = (1, 2, 4, 8)
-PROGRAMS = 1024  # of the backward: each sums d_scale and d_base over its tokens
+PARTIALS = 1024  # sums of programs of the backward that are added at once
 
 
 @triton.jit
@@ -34,16 +37,26 @@ def _probabilities(z):
 
 
 @triton.jit
-def _normalised(matrix, eps, STEPS: tl.constexpr):
-    """The matrix after all divisions, and the totals it was divided by, first to last."""
-    total = tl.sum(matrix, 1, keep_dims=True) + eps
-    matrix = matrix / total
-    totals = (total,)
-    for step in tl.static_range(1, STEPS):
-        total = tl.sum(matrix, 1 + step % 2, keep_dims=True) + eps
-        matrix = matrix / total
-        totals = totals + (total,)  # type: ignore[assignment]  # noqa: RUF005 - the kernel language has no unpacking
-    return matrix, totals
+def _before_divisions(start, grad, eps, STEPS: tl.constexpr):
+    """The gradient of `start` [B, n, n] from that of what STEPS divisions make of it."""
+    u, v = tl.full([start.shape[0], start.shape[1], 1], 1.0, tl.float32), tl.full([start.shape[0], 1, start.shape[1]], 1.0, tl.float32)
+    us = (u,)
+    vs = (v,)
+    for step in tl.static_range(STEPS):
+        if step % 2 == 0:
+            v = v / (v * tl.sum(start * u, 1, keep_dims=True) + eps)
+            vs = appended(vs, v)
+        else:
+            u = u / (u * tl.sum(start * v, 2, keep_dims=True) + eps)
+            us = appended(us, u)
+    grad = grad * (u * v)
+    for step in tl.static_range(STEPS - 1, -1, -1):
+        u, v = us[(step + 1) // 2], vs[step // 2 + 1]
+        if step % 2 == 0:
+            grad -= u * (v * tl.sum(grad * start, 1, keep_dims=True))
+        else:
+            grad -= (u * tl.sum(grad * start, 2, keep_dims=True)) * v
+    return grad
 
 
 @triton.jit
@@ -69,69 +82,44 @@ def write_maps(MIX, SCALE, BASE, READ, WRITE, COMB, token, tokens, eps, N: tl.co
 
 @triton.jit
 def hyper_maps_backward_kernel(
-    MIX,
-    SCALE,
-    BASE,
-    D_READ,
-    D_WRITE,
-    D_COMB,
-    D_MIX,
-    PARTIAL,
-    tokens,
-    blocks,
-    eps,
-    N: tl.constexpr,
-    STEPS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    MIX, SCALE, BASE, D_READ, D_WRITE, D_COMB, D_MIX, PARTIAL, tokens, eps, N: tl.constexpr, STEPS: tl.constexpr, BLOCK_T: tl.constexpr
 ):
-    """PARTIAL [programs, 2, n (2 + n)]: sums over the tokens of a program of d_z, and of d_z * mix."""
+    """Program: BLOCK_T tokens. PARTIAL [programs, 2, n (2 + n)]: sums over its tokens of d_z, and of d_z * mix."""
     R: tl.constexpr = N * (2 + N)
-    stream = tl.arange(0, N)
-    cell = stream[:, None] * N + stream[None, :]
+    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    stream = tl.arange(0, N)[None, :]
+    cell = tl.arange(0, N)[None, :, None] * N + tl.arange(0, N)[None, None, :]
+    one = (stream >= 0) & (token < tokens)[:, None]
+    square = (cell >= 0) & (token < tokens)[:, None, None]
     read_scale, write_scale, comb_scale = tl.load(SCALE), tl.load(SCALE + 1), tl.load(SCALE + 2)
-    read_base, write_base, comb_base = tl.load(BASE + stream), tl.load(BASE + N + stream), tl.load(BASE + 2 * N + cell)
-    read_sum, read_through = tl.zeros([N], tl.float32), tl.zeros([N], tl.float32)
-    write_sum, write_through = tl.zeros([N], tl.float32), tl.zeros([N], tl.float32)
-    comb_sum, comb_through = tl.zeros([N, N], tl.float32), tl.zeros([N, N], tl.float32)
-    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        token = block * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
-        one = (token < tokens)[:, None] & (stream >= 0)[None, :]
-        square = (token < tokens)[:, None, None] & (cell >= 0)[None, :, :]
-        offset = token[:, None] * R + stream[None, :]
+    sums = PARTIAL + tl.program_id(0) * (2 * R)
 
-        mix = tl.load(MIX + offset, mask=one, other=0.0)
-        s = tl.sigmoid(mix * read_scale + read_base[None, :])
-        grad = tl.load(D_READ + token[:, None] * N + stream[None, :], mask=one, other=0.0) * s * (1 - s)
-        tl.store(D_MIX + offset, grad * read_scale, mask=one)
-        read_sum += tl.sum(grad, 0)
-        read_through += tl.sum(grad * mix, 0)
+    offset = token[:, None, None] * R + 2 * N + cell
+    mix = tl.load(MIX + offset, mask=square, other=0.0)
+    grad = tl.load(D_COMB + token[:, None, None] * (N * N) + cell, mask=square, other=0.0)
+    probabilities = _probabilities(mix * comb_scale + tl.load(BASE + 2 * N + cell))
+    grad = _before_divisions(probabilities + eps, grad, eps, STEPS)
+    grad = probabilities * (grad - tl.sum(grad * probabilities, 2, keep_dims=True))
+    tl.store(D_MIX + offset, grad * comb_scale, mask=square)
+    at = sums + 2 * N + tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    tl.store(at, tl.sum(grad, 0))
+    tl.store(at + R, tl.sum(grad * mix, 0))
 
-        mix = tl.load(MIX + offset + N, mask=one, other=0.0)
-        s = tl.sigmoid(mix * write_scale + write_base[None, :])
-        grad = tl.load(D_WRITE + token[:, None] * N + stream[None, :], mask=one, other=0.0) * 2 * s * (1 - s)
-        tl.store(D_MIX + offset + N, grad * write_scale, mask=one)
-        write_sum += tl.sum(grad, 0)
-        write_through += tl.sum(grad * mix, 0)
+    offset = token[:, None] * R + stream
+    mix = tl.load(MIX + offset, mask=one, other=0.0)
+    s = tl.sigmoid(mix * read_scale + tl.load(BASE + stream))
+    grad = tl.load(D_READ + token[:, None] * N + stream, mask=one, other=0.0) * s * (1 - s)
+    tl.store(D_MIX + offset, grad * read_scale, mask=one)
+    at = sums + tl.arange(0, N)
+    tl.store(at, tl.sum(grad, 0))
+    tl.store(at + R, tl.sum(grad * mix, 0))
 
-        offset = token[:, None, None] * R + 2 * N + cell[None, :, :]
-        mix = tl.load(MIX + offset, mask=square, other=0.0)
-        probabilities = _probabilities(mix * comb_scale + comb_base[None, :, :])
-        matrix, totals = _normalised(probabilities + eps, eps, STEPS)
-        grad = tl.load(D_COMB + token[:, None, None] * (N * N) + cell[None, :, :], mask=square, other=0.0)
-        for step in tl.static_range(STEPS - 1, -1, -1):
-            grad = (grad - tl.sum(grad * matrix, 1 + step % 2, keep_dims=True)) / totals[step]
-            matrix = matrix * totals[step]
-        grad = probabilities * (grad - tl.sum(grad * probabilities, 2, keep_dims=True))
-        tl.store(D_MIX + offset, grad * comb_scale, mask=square)
-        comb_sum += tl.sum(grad, 0)
-        comb_through += tl.sum(grad * mix, 0)
-    at = PARTIAL + tl.program_id(0) * (2 * R)
-    tl.store(at + stream, read_sum)
-    tl.store(at + N + stream, write_sum)
-    tl.store(at + 2 * N + cell, comb_sum)
-    tl.store(at + R + stream, read_through)
-    tl.store(at + R + N + stream, write_through)
-    tl.store(at + R + 2 * N + cell, comb_through)
+    mix = tl.load(MIX + offset + N, mask=one, other=0.0)
+    s = tl.sigmoid(mix * write_scale + tl.load(BASE + N + stream))
+    grad = tl.load(D_WRITE + token[:, None] * N + stream, mask=one, other=0.0) * 2 * s * (1 - s)
+    tl.store(D_MIX + offset + N, grad * write_scale, mask=one)
+    tl.store(at + N, tl.sum(grad, 0))
+    tl.store(at + N + R, tl.sum(grad * mix, 0))
 
 
 @triton.jit(do_not_specialize=["programs"])
@@ -155,8 +143,8 @@ def add_partials_kernel(PARTIAL, D_SCALE, D_BASE, programs, N: tl.constexpr, BLO
 
 
 def _sizes(streams: int, iterations: int) -> dict[str, int]:
-    """A warp takes 32 cells, one a thread, so that every sum stays within it (64 cells of one token for 8 streams)."""
-    return {"N": streams, "STEPS": 2 * iterations - 1, "BLOCK_T": max(1, 32 // streams**2), "num_warps": 1}
+    """One warp takes many tokens, so that a thread has whole rows or columns and adds up alone; of 8 streams as many as its registers hold."""
+    return {"N": streams, "STEPS": 2 * iterations - 1, "BLOCK_T": 16 if streams <= 4 else 2, "num_warps": 1}
 
 
 def maps_backward(
@@ -173,11 +161,10 @@ def maps_backward(
     if tokens == 0:
         return d_mix, d_scale.zero_(), d_base.zero_()
     sizes = _sizes(n, iterations)
-    blocks = ceil_div(tokens, sizes["BLOCK_T"])
-    programs = min(blocks, PROGRAMS)
+    programs = ceil_div(tokens, sizes["BLOCK_T"])
     partial = torch.empty(programs, 2, mix.shape[1], dtype=mix.dtype, device=mix.device)
-    hyper_maps_backward_kernel[(programs,)](mix, scale, base, d_read, d_write, d_comb, d_mix, partial, tokens, blocks, eps, **sizes)
-    add_partials_kernel[(3, 2)](partial, d_scale, d_base, programs, N=n, BLOCK_P=min(PROGRAMS, 16384 // n**2), num_warps=8)
+    hyper_maps_backward_kernel[(programs,)](mix, scale, base, d_read, d_write, d_comb, d_mix, partial, tokens, eps, **sizes)
+    add_partials_kernel[(3, 2)](partial, d_scale, d_base, programs, N=n, BLOCK_P=min(PARTIALS, 16384 // n**2), num_warps=8)
     return d_mix, d_scale, d_base
 
 

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton_fused.hyper_maps import write_maps
+from kernels.triton_fused.tuples import appended
 
 
 @triton.jit
@@ -161,6 +162,13 @@ def products_kernel(STREAMS, GRAD, D_X, D_READ, D_COMB, MIXED: tl.constexpr, N: 
 
 
 @triton.jit
+def _in_tiles(x, WARPS: tl.constexpr, LANE: tl.constexpr):
+    """A product [16 * WARPS, 4 * LANE] of rows and columns in the order of `streams_backward_kernel`, as a tile [8, WARPS, 2, 4 * LANE] of it."""
+    x = tl.reshape(x, [WARPS, 2, 8, LANE // 2, 4, 2])
+    return tl.reshape(tl.permute(x, (2, 0, 1, 4, 3, 5)), [8, WARPS, 2, 4 * LANE])
+
+
+@triton.jit
 def streams_backward_kernel(
     STREAMS,
     FN,
@@ -178,38 +186,65 @@ def streams_backward_kernel(
     N: tl.constexpr,
     D: tl.constexpr,
     R: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LANE: tl.constexpr,
+    AHEAD: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
-    """d_streams[:, j] = read[j] * d_x + d_mix through the projection and its norm + (MIXED) sum over s of comb[j, s] * grad[:, s]."""
-    COLUMNS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D  # in one dimension with the tiles of tokens: the others of a grid end at 65,535
-    token = (tl.program_id(0) // COLUMNS).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    dim = tl.program_id(0) % COLUMNS * BLOCK_D + tl.arange(0, BLOCK_D)
+    """d_streams[:, j] = read[j] * d_x + d_mix through the projection and its norm + (MIXED) sum over s of comb[j, s] * grad[:, s].
+
+    Program: 16 * WARPS tokens and COLUMNS features, 4 * LANE at a time. Rows and columns go into the product in such an order that a thread gets LANE
+    neighbouring features of two tokens: those that it loads and stores anyway, so that (with Triton 3.6) no tile goes through shared memory. AHEAD:
+    the streams are loaded before the first product, not one by one.
+    """
+    BLOCK_D: tl.constexpr = 4 * LANE
+    SHARES: tl.constexpr = (D + COLUMNS - 1) // COLUMNS  # in one dimension with the tiles of tokens: the others of a grid end at 65,535
+    first = (tl.program_id(0) // SHARES).to(tl.int64) * (16 * WARPS)
+    start = tl.program_id(0) % SHARES * COLUMNS
+    # the token of a row of the product: row 16 w + 8 h + q is token 8 (WARPS h + w) + q
+    index = tl.arange(0, 16 * WARPS)
+    of_row = first + index // 8 % 2 * (8 * WARPS) + index // 16 * 8 + index % 8
+    # the feature of a column of it: column 8 k + 2 p + b is feature LANE p + 2 k + b
+    index = tl.arange(0, BLOCK_D)
+    of_column = tl.max_contiguous(tl.multiple_of(index % 8 // 2 * LANE + index // 8 * 2 + index % 2, 2), 2)
     row = tl.arange(0, BLOCK_R)
-    here = token < tokens
-    real = here[:, None] & (dim < D)[None, :]
-    cell = token[:, None] * R + row[None, :]
-    inside = here[:, None] & (row < R)[None, :]
+    inside = (of_row < tokens)[:, None] & (row < R)[None, :]
+    cell = of_row[:, None] * R + row[None, :]
     d_mix = tl.load(D_MIX + cell, mask=inside, other=0.0)
-    norm = tl.load(NORM + token, mask=here, other=0.0)
-    through_norm = (tl.sum(d_mix * tl.load(MIX + cell, mask=inside, other=0.0), 1) * norm * norm / (-N * D))[:, None]
+    norm = tl.load(NORM + of_row, mask=of_row < tokens, other=0.0)
+    through_norm = tl.sum(d_mix * tl.load(MIX + cell, mask=inside, other=0.0), 1) * norm * norm / (-N * D)
+    through_norm = tl.reshape(tl.permute(tl.reshape(through_norm, [WARPS, 2, 8]), (2, 0, 1)), [8, WARPS, 2, 1])
     d_mix = d_mix * norm[:, None]
-    d_x = tl.load(D_X + token[:, None] * D + dim[None, :], mask=real, other=0.0).to(tl.float32)
-    offset = token[:, None] * (N * D) + dim[None, :]
-    if MIXED:
-        grads = (tl.load(GRAD + offset, mask=real, other=0.0).to(tl.float32),)
-        for s in tl.static_range(1, N):
-            grads = grads + (tl.load(GRAD + offset + s * D, mask=real, other=0.0).to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005 - the kernel language has no unpacking
-    for j in tl.static_range(N):
-        fn = tl.load(FN + row[:, None] * (N * D) + (j * D + dim)[None, :], mask=(row < R)[:, None] & (dim < D)[None, :], other=0.0).to(tl.float32)
-        total = tl.dot(d_mix, fn, input_precision="tf32x3" if WIDE else "tf32")  # narrow: the sum is rounded to 11 bits or fewer in the end
-        total += tl.load(STREAMS + offset + j * D, mask=real, other=0.0).to(tl.float32) * through_norm
-        total += tl.load(READ + token * N + j, mask=here, other=0.0)[:, None] * d_x
+    # the tiles: q, w, h, feature
+    of_group = tl.arange(0, 2)[None, None, :, None] * WARPS + tl.arange(0, WARPS)[None, :, None, None]
+    token = first + of_group * 8 + tl.arange(0, 8)[:, None, None, None]
+    here = token < tokens
+    for begin in range(start, tl.minimum(start + COLUMNS, D), BLOCK_D):
+        dim = begin + tl.arange(0, BLOCK_D)[None, None, None, :]
+        real = here & (dim < D)
+        offset = token * (N * D) + dim
+        d_x = tl.load(D_X + token * D + dim, mask=real, other=0.0).to(tl.float32)
         if MIXED:
-            for s in tl.static_range(N):
-                total += tl.load(COMB + token * (N * N) + (j * N + s), mask=here, other=0.0)[:, None] * grads[s]
-        tl.store(D_STREAMS + offset + j * D, total.to(D_STREAMS.dtype.element_ty), mask=real)
+            grads = (tl.load(GRAD + offset, mask=real, other=0.0).to(tl.float32),)
+            for s in tl.static_range(1, N):
+                grads = appended(grads, tl.load(GRAD + offset + s * D, mask=real, other=0.0).to(tl.float32))
+        if AHEAD:
+            streams = (tl.load(STREAMS + offset, mask=real, other=0.0),)
+            for j in tl.static_range(1, N):
+                streams = appended(streams, tl.load(STREAMS + offset + j * D, mask=real, other=0.0))
+        for j in tl.static_range(N):
+            column = begin + of_column
+            fn = tl.load(FN + row[:, None] * (N * D) + (j * D + column)[None, :], mask=(row < R)[:, None] & (column < D)[None, :], other=0.0)
+            # narrow: the sum is rounded to 11 bits or fewer in the end
+            total = _in_tiles(tl.dot(d_mix, fn.to(tl.float32), input_precision="tf32x3" if WIDE else "tf32"), WARPS, LANE)
+            stream = streams[j] if AHEAD else tl.load(STREAMS + offset + j * D, mask=real, other=0.0)
+            total += stream.to(tl.float32) * through_norm
+            total += tl.load(READ + token * N + j, mask=here, other=0.0) * d_x
+            if MIXED:
+                for s in tl.static_range(N):
+                    total += tl.load(COMB + token * (N * N) + (j * N + s), mask=here, other=0.0) * grads[s]
+            tl.store(D_STREAMS + offset + j * D, total.to(D_STREAMS.dtype.element_ty), mask=real)
 
 
 @triton.jit

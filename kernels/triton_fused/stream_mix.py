@@ -81,12 +81,14 @@ def _streams_backward(
     """The gradient of the streams [T, n, d] from everything that reads them."""
     tokens, n, d = streams.shape
     out = torch.empty_like(streams)
-    block_t, block_d = 64 if n <= 4 else 16, min(32, max(16, power_of_two(d)))
     operands = (streams, fn, streams if grad is None else grad, d_x, read, read if comb is None else comb, mix, d_mix, norm, out, tokens)
-    sizes = {"N": n, "D": d, "R": fn.shape[0], "BLOCK_T": block_t, "BLOCK_D": block_d, "BLOCK_R": max(16, power_of_two(fn.shape[0]))}
-    grid = (ceil_div(d, block_d) * ceil_div(tokens, block_t),)
+    few = n <= 4  # of 8 streams there are registers for a quarter of the tokens only and half of the features
+    lane, warps = (16 // streams.element_size(), 4) if few else (4, 1)
+    columns = min(128, ceil_div(d, 4 * lane) * 4 * lane)  # more, and fewer programs leave multiprocessors idle; less, and d_mix is read more often
+    sizes = {"N": n, "D": d, "R": fn.shape[0], "COLUMNS": columns, "LANE": lane, "BLOCK_R": max(16, power_of_two(fn.shape[0])), "WARPS": warps}
+    grid = (ceil_div(d, columns) * ceil_div(tokens, 16 * warps),)
     stream_kernels.streams_backward_kernel[grid](
-        *operands, WIDE=_wide(streams), MIXED=grad is not None, **sizes, num_warps=8 if _wide(streams) else 4
+        *operands, WIDE=_wide(streams), MIXED=grad is not None, AHEAD=few, **sizes, num_warps=warps, num_stages=2 if few else 1
     )
     return out
 

@@ -89,11 +89,11 @@ def test_norm_and_rotation_in_one(device: str, fused: RowOperations, shape: tupl
 
 def test_rows_of_a_grid_shorter_than_the_blocks_add_up(device: str, fused: RowOperations, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norm_rotate, "PROGRAMS", 2)
-    monkeypatch.setattr(hyper_maps, "PROGRAMS", 2)
+    monkeypatch.setattr(hyper_maps, "PARTIALS", 2)
     torch.manual_seed(0)
     x, weight = torch.randn(23, 512, device=device), torch.randn(512, device=device)
     compare(lambda x, w: fused.norm_rotate(x, w, EPS), lambda x, w: rms_norm(x, w, EPS), [x, weight], TOLERANCE[torch.float32])
-    compare_maps(device, 9, 4, 20)
+    compare_maps(device, 75, 4, 20)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -37,4 +37,4 @@ def test_row_operations_spill_nothing_and_sum_within_a_warp() -> None:
     for r in compiled:
         assert r["stack"] == 0, r
         if r["kernel"].startswith("hyper_maps"):
-            assert r["barriers"] == 0, r
+            assert r["barriers"] <= 1, r  # one warp: of all divisions only what leaves a token is exchanged

@@ -18,7 +18,7 @@ from tests.kernels.triton.conftest import HAS_TRITON
 ROOT = Path(__file__).parents[3]
 SIZES = 6
 ON_TENSOR_CORES = {"open_kernel", "streams_backward_kernel", "fn_backward_kernel"}  # once for a sublayer, once for the closing head
-SPILL_LIMITS = {("streams_backward_kernel", "8 x 512 torch.float32"): 96}  # bytes a thread; 80 coefficients in two parts each beside eight gradients
+SPILL_LIMITS = {"fn_backward_kernel": 8}  # bytes a thread; none with Triton 3.6 and 3.7
 PER_TOKEN = {"write_kernel": 1, "write_backward_kernel": 1, "products_kernel": 2}
 
 
@@ -34,6 +34,6 @@ def test_hyper_connections_spill_nothing_unexpected_and_use_tensor_cores() -> No
     expected |= dict.fromkeys(("hyper_maps_backward_kernel", "add_partials_kernel"), SIZES) | {"column_sum_kernel": 2 * SIZES}
     assert Counter(r["kernel"] for r in compiled) == expected
     for r in compiled:
-        assert r["stack"] <= SPILL_LIMITS.get((r["kernel"], r["size"]), 0), r
+        assert r["stack"] <= SPILL_LIMITS.get(r["kernel"], 0), r
         if r["kernel"] in ON_TENSOR_CORES:
             assert r["HMMA"] + r["HGMMA"] > 0, r

@@ -24,11 +24,12 @@ REASONS = {
     "attention backward with the teacher / cuDNN and teacher": "fp32 additions in the L2 cache limit it, see "
     "[MEASURED.md](../kernels/triton_fused/MEASURED.md).",
     "index scores + top-k / peer": "on long rows nearly all of its time is matrix products, and the peer's are near the rate of the tensor cores "
-    "too; at 4,096 tokens the host's dispatch was timed with it, which the selection has skipped since.",
+    "too.",
     "16 heads of 64, step as a graph, flashmla / triton": "selection and indexer loss are the same kernels in both; only attention pays for padding.",
     "full_csa without KL and indexer backward / no indexer loss": "emitting the teacher and keeping the scores "
     "of the selected entries for the loss, see the parts below.",
-    TRAIN_RUN: "train.py also builds the rows, clips the gradients and updates router biases, schedule and log; what each costs was not taken apart.",
+    TRAIN_RUN: "most likely the log, every 10 steps: it reads figures off the GPU, which then waits for the next launch; and clipping passes over "
+    "the gradients once more.",
     "full_csa / compressed_only, memory": "a few MiB more in some shapes, less in the others; which buffer it is was not looked into.",
 }
 

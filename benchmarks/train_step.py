@@ -277,7 +277,7 @@ def plot(records: list[dict[str, Any]], title: str, target: Path) -> None:
         axis.set_xlabel("tokens in the row (one document)")
         axis.set_ylabel(label)
         axis.grid(True, alpha=0.3)
-        axis.legend()
+    right.legend(loc="upper left")  # of both: beside rising curves there is room
     figure.suptitle(title)
     figure.tight_layout()
     figure.savefig(target, dpi=120)

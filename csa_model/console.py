@@ -105,7 +105,8 @@ def number(value: float | None, digits: int = 3) -> str:
 class StepProgress(L.Callback):
     """A bar over optimizer steps in a terminal; one line per `every` steps elsewhere (a file, a batch job).
 
-    The bar shows the latest figures, a line those that were measured since the line before: most are not measured at every step.
+    The bar shows the figures of the last step that was logged, a line those that were measured since the line before: most are not measured at every
+    step.
     """
 
     COLUMNS = (
@@ -126,7 +127,7 @@ class StepProgress(L.Callback):
         self._printed: dict[str, Any] = {}
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self._last, self._started = trainer.global_step, time.monotonic()
+        self._last, self._started, self._text = trainer.global_step, time.monotonic(), ""
         if trainer.is_global_zero and sys.stdout.isatty():
             self._bar = Progress(
                 TextColumn("training"),

@@ -25,16 +25,16 @@ Lists = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]  # paramet
 
 
 def fits(groups: Groups, settings: MuonSettings) -> bool:
-    """Whether the passes apply: they round before they divide, which in float16 would lose updates."""
+    """Whether the passes apply to all matrices: they know no float64, and round before they divide, which in float16 would lose updates."""
     of_muon = [p for group in groups if group["algorithm"] == "muon" for p in group["params"] if p.grad is not None]
-    return all(settings.dtype_of(p) in (torch.bfloat16, torch.float32) for p in of_muon)
+    return all(p.dtype != torch.float64 and settings.dtype_of(p) in (torch.bfloat16, torch.float32) for p in of_muon)
 
 
 def signature(groups: Groups, state: State) -> Hashable:
     """All that an update is prepared for: these groups and this state, where the tensors lie, and the options but for the learning rate."""
     parts: list[Hashable] = [id(groups), id(state)]
     for group in groups:
-        parts.append((group["algorithm"], group["weight_decay"], group["momentum"], *group["betas"], group["eps"]))
+        parts.append((group["algorithm"], group["weight_decay"], group["momentum"], *group["betas"], group["eps"], *group["matrices"]))
         steps = []
         for p in group["params"]:
             if p.grad is None:
@@ -90,7 +90,7 @@ class FusedUpdate:
         self.fused, self.settings = fused, settings
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._groups, self._state = groups, state  # kept: their ids stand in the signature
-        self._counted: list[list[dict[str, Any]]] = []  # states whose step counts are equal
+        self._counted: list[list[Tensor]] = []  # parameters whose step counts are equal
         self._adamw: list[tuple[Lists, int, int, dict[str, Any]]] = []
         for number, group in enumerate(groups):
             if group["algorithm"] == "adamw":
@@ -103,11 +103,12 @@ class FusedUpdate:
 
     def load(self) -> None:
         """Count the step, and copy learning rates and step counts to the devices; the host waits for nothing."""
-        for states in self._counted:
-            step = int(states[0]["step"]) + 1  # a number, whatever wrote the checkpoint
-            for own in states:
-                own["step"] = step
-        values = [*(group["lr"] for group in self._groups), *(states[0]["step"] for states in self._counted)]
+        counts = []
+        for params in self._counted:
+            counts.append(int(self._state[params[0]]["step"]) + 1)  # a number, whatever wrote the checkpoint
+            for p in params:
+                self._state[p]["step"] = counts[-1]
+        values = [*(group["lr"] for group in self._groups), *counts]
         host = torch.tensor(values, dtype=torch.float32)[:, None].repeat(1, 4)
         for device, numbers in self._numbers.items():
             numbers.copy_(host.pin_memory() if device.type == "cuda" else host, non_blocking=True)
@@ -147,7 +148,7 @@ class FusedUpdate:
             means, squares = ([state[p][key] for p in params] for key in ("exp_avg", "exp_avg_sq"))
             lists = ([p.detach() for p in params], [self._gradient(p) for p in params], means, squares)
             self._adamw.append((lists, number, len(self._groups) + len(self._counted), options))
-            self._counted.append([state[p] for p in params])
+            self._counted.append(params)
 
     def _prepare_muon(self, state: State) -> list[_Batch]:
         members: dict[tuple[torch.device, torch.dtype], dict[Shape, dict[int, list[Tensor]]]]

@@ -72,8 +72,9 @@ class MuonAdamW(torch.optim.Optimizer):
     and `eps`. A Muon parameter is a matrix [n, m], a stack [E, n, m] of which every matrix is orthogonalised by itself, or a matrix that holds
     `matrices[i]` equal blocks of rows, orthogonalised one by one (the grouped output projection: its groups read different inputs). Matrices of one
     shape, of whatever parameter, are iterated as one batch, in bfloat16 on CUDA and in the parameter's dtype elsewhere; on CUDA small ones join a
-    batch of larger ones. `fused`: a backend's form of the passes around the iteration. `repeat`, an attribute: with `fused`, may run an update that
-    is prepared already, for instance as a CUDA graph; copies of the optimizer do without.
+    batch of larger ones. `fused`: a backend's form of the passes around the iteration, taken unless a matrix is float64 or iterated in another dtype
+    than bfloat16 and float32. `repeat`, an attribute: with `fused`, may run an update that is prepared already, as a CUDA graph for instance; copies
+    of the optimizer do without.
 
     Raises ValueError for an unknown algorithm, a Muon parameter that is no matrix, a parameter that is not contiguous, a sharded parameter
     (orthogonalisation needs whole matrices), or `update_rms` that is not positive.

@@ -161,7 +161,8 @@ class TrainingGraph:
     def beside(self, name: str, key: Hashable, prepare: Callable[[], Prepared]) -> Any:
         """`load`, then `run` of what `prepare` makes, and the result of `run`; from the second call with the same `key` on as a graph.
 
-        That graph takes its temporary memory from that of the micro-batch, so the result belongs to it: read or copy it before the next micro-batch.
+        That graph takes its temporary memory from that of the micro-batch and of other parts, so the result belongs to it: read or copy it before the
+        next part or micro-batch.
         As long as the micro-batches are plain ones, so is this.
 
         Args:
@@ -238,7 +239,7 @@ class TrainingGraph:
         return MicroStep(terms, router, _as_optimizers_expect(self.parameters, gradients))
 
     def _capture(self, function: Callable[[], T], device: torch.device, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
-        """The graph of `function` and its result; `pool`: memory of a graph that is replayed before this one, each time."""
+        """The graph of `function` and its result; `pool`: memory that it shares with graphs which are replayed in turn with it."""
         failure = None
         graph, outside = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
         if self._stream is None:

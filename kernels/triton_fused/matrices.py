@@ -147,6 +147,10 @@ def at_their_addresses(tensors: Sequence[Tensor]) -> Matrices:
     if any(t.dim() != 3 or t.shape[1:] != shape or t.dtype != dtype or not t.is_contiguous() for t in tensors) or dtype not in DTYPES:
         got = ", ".join(f"{list(t.shape)} with strides {t.stride()} in {t.dtype}" for t in tensors)
         raise ValueError(f"contiguous stacks [k, n, m] of one shape [n, m] and one dtype of {', '.join(map(str, DTYPES))} are needed, got {got}")
+    if any(t.device != device for t in tensors):
+        raise ValueError(f"matrices of one table must be on one device, got {', '.join(sorted({str(t.device) for t in tensors}))}")
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a CUDA graph cannot take addresses from the host: call at_their_addresses before the capture")
     size = shape.numel() * tensors[0].element_size()
     places = tuple((t.data_ptr(), t.shape[0]) for t in tensors)
     aligned = all(first % 16 == 0 and (count < 2 or size % 16 == 0) for first, count in places)
@@ -156,8 +160,6 @@ def at_their_addresses(tensors: Sequence[Tensor]) -> Matrices:
 @lru_cache(maxsize=256)  # parameters and momentum stay where they are, and where gradients do not, they often come back
 def _table(places: tuple[tuple[int, int], ...], size: int, device: torch.device) -> Tensor:
     """Addresses int64 [B] of matrices of `size` bytes each, of tensors (address, number of matrices)."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("a CUDA graph cannot take addresses from the host: call at_their_addresses before the capture")
     addresses = [first + i * size for first, count in places for i in range(count)]
     # from pinned memory: the host waits for nothing
     return torch.tensor(addresses, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)

@@ -440,6 +440,7 @@ def test_an_update_is_prepared_anew_for_other_options_and_a_loaded_state() -> No
         (1, lambda: optimizer.load_state_dict(optimizer.state_dict())),
         (1, lambda: optimizer.state[params[0]].update(exp_avg=torch.zeros(7))),
         (1, lambda: setattr(params[2], "data", params[2].data.clone())),
+        (0, lambda: optimizer.state.update({p: dict(optimizer.state[p]) for p in params})),  # which count on
     ]:
         optimizer.step()
         optimizer.step()
@@ -453,7 +454,7 @@ def test_an_update_is_prepared_anew_for_other_options_and_a_loaded_state() -> No
     optimizer.step()
     assert torch.equal(params[0], before[0])
     assert not torch.equal(params[2], before[2])
-    assert [optimizer.state[p]["step"] for p in params] == [29, 29, 29]
+    assert [optimizer.state[p]["step"] for p in params] == [33, 33, 33]
 
 
 @pytest.mark.gpu

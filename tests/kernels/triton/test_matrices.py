@@ -240,6 +240,34 @@ def test_an_optimizer_with_them_makes_the_same_steps(
     assert len(repeat.made) == (0 if work == torch.float16 else 4)
 
 
+@pytest.mark.parametrize("change", [{"matrices": [1, 1, 1, 1, 1]}, {"momentum": 0.5}])
+def test_other_blocks_or_another_momentum_are_prepared_anew(device: str, matrices: ModuleType, change: dict[str, Any]) -> None:
+    from kernels.triton_fused.row_operations import TritonRowOperations
+
+    params, optimizer = _optimizer(device, TritonRowOperations(), torch.float32)
+    optimizer.repeat = again = Again()
+    for p in params:
+        p.grad = torch.ones_like(p)
+    for _ in range(2):
+        optimizer.step()
+    known = len(again.made)
+    optimizer.param_groups[0].update(change)
+    optimizer.step()
+    assert len(again.made) == known + 1
+
+
+def test_a_matrix_of_float64_takes_the_plain_form(device: str, matrices: ModuleType) -> None:
+    from kernels.triton_fused.row_operations import TritonRowOperations
+
+    results = []
+    for fused in (None, TritonRowOperations()):
+        p = nn.Parameter(torch.arange(24.0, dtype=torch.float64, device=device).view(4, 6))
+        p.grad = p.detach().cos()
+        MuonAdamW([{"name": "m", "algorithm": "muon", "params": [p]}], newton_schulz_dtype=torch.float32, fused=fused).step()
+        results.append(p.detach())
+    assert torch.equal(*results)
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 def test_ahead_of_time_nothing_spills_and_every_access_has_16_bytes() -> None:

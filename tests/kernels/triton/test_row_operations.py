@@ -87,7 +87,9 @@ def test_norm_and_rotation_in_one(device: str, fused: RowOperations, shape: tupl
     compare(ours, exact, tensors, TOLERANCE[dtype])
 
 
-def test_rows_of_a_grid_shorter_than_the_blocks_add_up(device: str, fused: RowOperations, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_blocks_than_programs_and_more_sums_than_are_added_at_once_add_up(
+    device: str, fused: RowOperations, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(norm_rotate, "PROGRAMS", 2)
     monkeypatch.setattr(hyper_maps, "PARTIALS", 2)
     torch.manual_seed(0)

@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from graph_helpers import ROWS, WARMUP, ActedGraph, ActedPart, Watcher, assert_trained_alike, fit
 from training_helpers import MODEL, StopAt, loader, make_config, make_module, make_rows, make_trainer
 
@@ -54,8 +55,15 @@ def test_norms_and_clipping_are_replayed_beside(acted: list[ActedGraph], acted_p
     """With gradients that are clipped: from the second step after the capture on, in memory that the next micro-batch overwrites."""
     rows = [*ROWS, *ROWS[:5]]
     settings = {"accumulate_grad_batches": accumulate, "max_steps": len(rows) // accumulate}
-    runs = [fit(choice, rows=rows, settings=settings, optimizer={"max_grad_norm": 1e-3}) for choice in ("never", "always")]
+    kept: list[torch.Tensor] = []
+
+    class Keep(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            kept.append(pl_module._norms.get("train/grad_norm", torch.zeros(())))  # for later
+
+    runs = [fit(choice, rows=rows, settings=settings, optimizer={"max_grad_norm": 1e-3}, callbacks=[Keep()]) for choice in ("never", "always")]
     assert_trained_alike(*runs)
+    assert [float(norm) for norm in kept[len(rows) :]] == pytest.approx([float(norm) for norm in kept[: len(rows)]], rel=1e-4)
     assert min(runs[1][2].norms) > 0.1
     assert max(runs[1][2].clipped[accumulate - 1 :: accumulate]) < 0.1  # the indexers have their own limit
     plain_steps = 3 if accumulate == 1 else 2

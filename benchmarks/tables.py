@@ -202,7 +202,8 @@ def training_step(result: dict[str, Any]) -> list[str]:
     lines += [
         f"model={result['model']}, one document per row, bf16. A step is forward, losses, backward and optimizer, without clipping, update of the",
         "router biases, schedule and logging. `dense`: the same decoder without compressors and indexers, every layer of which attends to all tokens",
-        "through scaled_dot_product_attention. `triton` and `dense` run forward and backward as a CUDA graph, as training does, the others do not.",
+        "through scaled_dot_product_attention. `triton` and `dense` run forward and backward as one CUDA graph and the optimizer as another, as",
+        "training does, the others do not.",
         "",
     ]
     points = {(p["path"], p["tokens"]): p for p in result["points"]}

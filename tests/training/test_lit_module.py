@@ -201,6 +201,15 @@ def test_router_biases_move_once_per_optimizer_step() -> None:
     update_router_biases([gates[1]], counts[1][None], 0.0)
 
 
+def test_no_figure_is_logged_for_a_progress_bar() -> None:
+    """Lightning reads such a figure after every step, and on a GPU the host waits for it."""
+    config = make_config(max_steps=3)
+    trainer, rows = make_trainer(config, limit_val_batches=1), make_rows([[40, 7]] * 3)
+    trainer.fit(make_module(config), loader(rows), loader(rows[:1]))
+    assert {"train/loss", "val/loss"} <= set(trainer.callback_metrics)
+    assert trainer.progress_bar_metrics == {}
+
+
 class _EmittingBackend(UnfusedBackend):
     """As a fused backend behaves: kl_sum reads 0 in the forward, the statistics are filled in by the backward pass."""
 
